@@ -1,0 +1,1 @@
+"""swiftapex: a small, readable research engine for hybrid CPU-GPU LLM inference."""

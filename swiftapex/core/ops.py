@@ -1,0 +1,89 @@
+"""What a backend offers to the layer math and to attention routing.
+
+Only types: nothing here imports torch at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import dtype as torch_dtype
+
+
+class Ops(Protocol):
+    """Tensor operations of the layer math. n: tokens of the batch. Activations have the model's
+    dtype, are row-major, and may have a row stride larger than the row."""
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """[n] integer ids, [vocab, hidden] -> [n, hidden]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [n, in] @ weight[out, in]^T + bias [out] + residual [n, out]; float32 accumulation."""
+
+    def rope(self, x: Tensor, rotation: Tensor) -> None:
+        """Rotates x [n, heads, head_dim] in place (half-split pairs: i with i + head_dim/2).
+        rotation [n, head_dim] float32: cos in the first half of a row, sin in the second."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 * inner] -> silu(first half) * second half, [n, inner]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Fixed facts of a rank's attention: heads are those of this rank."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where the KV of a sub-batch's requests lies. Decodes come first, one token each; then
+    prefill chunks of `chunk_lens` tokens. Blocks exist for all tokens of this pass."""
+
+    num_decodes: int
+    chunk_lens: tuple[int, ...]
+    block_table: Tensor  # [requests, width] int32, contiguous; entries past the context are unread
+    context_lens: Tensor  # [requests] int32: tokens in the KV cache after this pass's append
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_decodes + len(self.chunk_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + sum(self.chunk_lens)
+
+
+class Backend(Protocol):
+    """One side's kernels. KV of one layer: [block][kv_head][K|V][token][head_dim]."""
+
+    ops: Ops
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch_dtype
+    ) -> Tensor:
+        """[num_layers, num_blocks, kv_heads, 2, block_size, head_dim], zeroed lazily or not."""
+
+    def attend(
+        self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
+    ) -> Tensor:
+        """Appends this pass's K and V to `kv` (one layer) and attends causally.
+        qkv [tokens, q_heads + 2 * kv_heads, head_dim] -> [tokens, q_heads * head_dim]."""
+
+    def close(self) -> None:
+        """Stops the backend's threads."""

@@ -1,0 +1,72 @@
+"""StepPlan and StepResult: all that passes between the control plane and the workers.
+
+Plain data without torch, small and picklable, so that the same plan can go to a worker in this
+process or to one behind Ray. The workers keep what lasts longer than an iteration (block tables,
+sampling parameters, the last sampled token); a plan only carries what is new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swiftapex.core.request import Placement, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a sub-batch: a decode (one token) or a prefill chunk."""
+
+    request_id: int
+    placement: Placement
+    start: int  # position of the first token; as many tokens already lie in the KV cache
+    token_ids: tuple[int, ...] | None  # prefill chunk; None: decode of the last sampled token
+    completes: bool  # a token is sampled from the row's last position
+
+    @property
+    def num_tokens(self) -> int:
+        return 1 if self.token_ids is None else len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.token_ids is None
+
+
+@dataclass(frozen=True, slots=True)
+class SubBatch:
+    """Rows that go through the linear layers together: decodes first, then prefill chunks."""
+
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a worker keeps about a request from its first row until it is released."""
+
+    request_id: int
+    prompt_len: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One iteration. Applied in the order: released, admitted, new_blocks, then the pipeline."""
+
+    pipeline: str
+    sub_batches: tuple[SubBatch, ...]
+    admitted: tuple[Admission, ...] = ()
+    new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # appended per request
+    released: tuple[int, ...] = ()  # finished, aborted or preempted since the last plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`tokens` holds a token for each request that completed one. `in_flight` names the requests
+    whose work outlives the step: their blocks must stay as they are."""
+
+    tokens: dict[int, int]
+    in_flight: frozenset[int] = frozenset()
+    failures: dict[int, str] = field(default_factory=dict)  # request id -> why it has no token

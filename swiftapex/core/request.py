@@ -1,0 +1,104 @@
+"""A request and its life in the control plane. No torch here."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from swiftapex.core.errors import RequestError
+
+
+class Placement(enum.Enum):
+    """The side on which a request's KV lies, whole."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"  # owns no blocks
+    RUNNING = "running"  # owns blocks; prefilling or decoding
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the model's length
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends.
+
+    temperature 0 is an exact argmax. `seed` (None: 0) and the token's index alone decide the
+    random number of a token, whatever the batch around it. `top_k` 0 means all tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def check(self) -> None:
+        """Raise RequestError naming the first field that is out of range."""
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature must be a finite number >= 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise RequestError(f"top_k must be >= 0 (0: all tokens), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if any(not s for s in self.stop):
+            raise RequestError("stop strings must not be empty")
+
+
+@dataclass(eq=False)
+class Request:
+    """One request. The engine owns it; policies read it.
+
+    `num_computed` tokens of `prompt_ids + output_ids` have their K and V in the cache. A request
+    decodes once only its newest token is not computed; until then it prefills. A preempted request
+    starts again from `num_computed = 0` with the output it has.
+    """
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float  # engine clock (time.perf_counter), seconds
+    state: RequestState = RequestState.WAITING
+    placement: Placement = Placement.GPU
+    output_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    num_computed: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        return bool(self.output_ids) and self.num_computed == self.num_tokens - 1
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens at positions [start, end) of prompt and output together."""
+        split = len(self.prompt_ids)
+        if end <= split:
+            return self.prompt_ids[start:end]
+        output = self.output_ids[max(start - split, 0) : end - split]
+        return self.prompt_ids[start:split] + tuple(output)
