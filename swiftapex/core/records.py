@@ -1,0 +1,24 @@
+"""What the engine records of each iteration. One line of `iterations.jsonl` each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRecord:
+    index: int
+    start_s: float  # engine clock (time.perf_counter)
+    duration_us: float  # plan, execution and bookkeeping together
+    schedule_us: float  # of which: the policy
+    pipeline: str
+    prefill_tokens: int
+    gpu_decodes: int
+    cpu_decodes: int
+    completed_tokens: int
+    waiting: int  # requests that own no blocks
+    running: int
+    gpu_blocks_free: int
+    cpu_blocks_free: int
+    preemptions: int  # in this iteration
+    predicted_us: float | None = None
