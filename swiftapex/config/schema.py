@@ -1,0 +1,232 @@
+"""The settings of a model, an engine and an experiment: frozen, typed, unknown keys refused.
+
+These classes are the YAML file's shape. `swiftapex.config.load` reads files into them and turns
+pydantic's errors into messages for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from swiftapex.config.values import Auto, Bytes, Count, FileName, PositiveFloat, PositiveInt
+
+DEFAULT_KV_TOKENS = 16384  # of a side for which neither kv_tokens nor kv_memory is given
+
+
+class Section(BaseModel):
+    """Base of all sections: values are not converted from other types ("2" is no integer)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(Section):
+    """Which model: a checkpoint, or an architecture by name with dummy weights.
+
+    `path`: a checkpoint folder, a .gguf file, or `package:NAME` (a GGUF file inside an installed
+    Python package). `num_layers` cuts or extends a dummy model; null keeps the architecture's own.
+    """
+
+    path: str | None = None
+    architecture: str | None = None
+    weights: Literal["dummy"] | None = None
+    num_layers: PositiveInt | None = None
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.path is None) == (self.architecture is None):
+            raise ValueError("expected either path or architecture (with weights: dummy)")
+        if self.architecture is not None and self.weights is None:
+            raise ValueError("an architecture without a path needs weights: dummy")
+        if self.path is not None and (self.weights or self.num_layers):
+            raise ValueError("weights and num_layers belong to an architecture, not to a path")
+        return self
+
+
+class KvSection(Section):
+    """Size of one side's KV cache: `kv_tokens`, or `kv_memory` in bytes, or DEFAULT_KV_TOKENS."""
+
+    kv_tokens: Count | None = None
+    kv_memory: Bytes | None = None
+
+    @model_validator(mode="after")
+    def _one_size(self) -> KvSection:
+        if self.kv_tokens is not None and self.kv_memory is not None:
+            raise ValueError("expected kv_tokens or kv_memory, not both")
+        return self
+
+    def num_blocks(self, block_size: int, block_bytes: int) -> int:
+        """Whole blocks of `block_size` tokens, `block_bytes` over all layers, in this cache."""
+        if self.kv_memory is not None:
+            return self.kv_memory // block_bytes
+        tokens = DEFAULT_KV_TOKENS if self.kv_tokens is None else self.kv_tokens
+        return tokens // block_size
+
+
+class GpuConfig(KvSection):
+    """The GPU side. `sm_count` and `memory` (bytes) cap a larger GPU to emulate a smaller one."""
+
+    preset: Literal["none"] = "none"
+    sm_count: PositiveInt | None = None
+    memory: Bytes | None = None
+
+
+class CpuConfig(KvSection):
+    """The CPU side: KV in host memory and the threads that attend over it.
+
+    `kv_dtype` auto: as on the GPU. `threads` auto: from affinity and the cgroup's quota.
+    """
+
+    threads: PositiveInt | Auto = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    numa: Literal["auto", "none"] = "auto"
+    hugepages: bool = True
+    mlock: bool = False
+
+
+class EngineConfig(Section):
+    """`max_batch_size`: rows in one linear batch; requests in flight are bounded by KV alone.
+    `max_tokens_in_batch`: tokens in it, prefill chunks included. `max_model_len` auto: the model's.
+    """
+
+    device: Literal["cpu", "cuda", "reference"] = "cpu"
+    gpu: GpuConfig = GpuConfig()
+    cpu: CpuConfig = CpuConfig()
+    block_size: PositiveInt = 32
+    max_model_len: PositiveInt | Auto = "auto"
+    max_batch_size: PositiveInt = 256
+    max_tokens_in_batch: PositiveInt = 2048
+    tensor_parallel_size: PositiveInt = 1
+
+
+class LengthRange(Section):
+    """Lengths uniform in [mean * (1 - spread), mean * (1 + spread)], in tokens, at least 1."""
+
+    mean: PositiveFloat
+    spread: float = Field(default=0.0, ge=0, le=1)
+
+
+Distribution = Literal["osc", "azure_conv", "azure_code"]
+Length = PositiveInt | LengthRange | Distribution
+
+
+class WindowConfig(Section):
+    """Measure from `warmup_s` after the first arrival, for `measure_s` seconds."""
+
+    warmup_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    measure_s: PositiveFloat
+
+
+class SloConfig(Section):
+    """Latency limits in ms; the report gives the share of requests that keep all of them."""
+
+    ttft_ms: PositiveFloat | None = None
+    tpot_ms: PositiveFloat | None = None
+
+
+class WorkloadConfig(Section):
+    """The requests. Every run of an experiment gets the same ones.
+
+    kind prompts: `path` is a JSONL file (relative to the experiment file), `num_requests` repeats
+    or cuts it. synthetic: random token ids of `input_len`. trace: random token ids with the
+    lengths (and times) of `path`, an Azure CSV or a JSON list of {prompt, max_tokens}.
+    `rate` is in requests/s (arrival: poisson), `speedup` divides a trace's times (arrival: trace).
+    """
+
+    kind: Literal["prompts", "synthetic", "trace"] = "prompts"
+    path: str | None = None
+    num_requests: PositiveInt | None = None
+    input_len: Length | None = None
+    output_len: Length | None = None
+    arrival: Literal["all", "poisson", "trace"] = "all"
+    rate: PositiveFloat | None = None
+    speedup: PositiveFloat = 1.0
+    ignore_eos: bool | None = None  # null: true for synthetic and trace, false for prompts
+    chat: bool = False
+    over_length: Literal["reject", "truncate"] = "reject"
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    top_k: Count = 0
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    window: WindowConfig | None = None
+    warm_start: bool = False
+    slo: SloConfig | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> WorkloadConfig:
+        if self.kind == "synthetic":
+            if self.path is not None:
+                raise ValueError("kind synthetic reads no file: expected no path")
+            if self.input_len is None or self.output_len is None or self.num_requests is None:
+                raise ValueError("kind synthetic needs num_requests, input_len and output_len")
+        else:
+            if self.path is None:
+                raise ValueError(f"kind {self.kind} needs a path")
+            if self.input_len is not None:
+                raise ValueError(f"kind {self.kind} takes its inputs from the file: no input_len")
+        if (self.rate is not None) != (self.arrival == "poisson"):
+            raise ValueError("rate (requests/s) and arrival: poisson belong together")
+        if self.arrival == "trace" and self.kind != "trace":
+            raise ValueError("arrival: trace needs kind: trace")
+        return self
+
+    @property
+    def forces_length(self) -> bool:
+        """Whether requests run to their output length whatever they generate."""
+        return self.kind != "prompts" if self.ignore_eos is None else self.ignore_eos
+
+
+class TraceConfig(Section):
+    """Iterations that `trace.json` covers, taken from about the middle of a run; 0: no trace."""
+
+    iterations: Count = 50
+
+
+class RunConfig(Section):
+    """One strategy to measure. `pipeline: X` is short for `policy: fixed:X`.
+
+    `engine` holds overrides of the experiment's engine section for this run only.
+    """
+
+    name: FileName
+    policy: str | None = None
+    pipeline: str | None = None
+    policy_args: Mapping[str, Any] = Field(default_factory=dict)
+    engine: Mapping[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_strategy(self) -> RunConfig:
+        if (self.policy is None) == (self.pipeline is None):
+            raise ValueError("expected either policy or pipeline")
+        return self
+
+    @property
+    def policy_name(self) -> str:
+        """The policy to construct: `policy`, or `fixed:<pipeline>`."""
+        return self.policy if self.policy is not None else f"fixed:{self.pipeline}"
+
+
+class ExperimentConfig(Section):
+    """A whole experiment file. `paper`: reported values to compare with, not read by a run."""
+
+    name: FileName
+    description: str = ""
+    model: ModelSection
+    engine: EngineConfig = EngineConfig()
+    runs: tuple[RunConfig, ...] = Field(min_length=1, strict=False)
+    workload: WorkloadConfig
+    sweep: Mapping[str, Any] = Field(default_factory=dict)
+    trace: TraceConfig = TraceConfig()
+    seed: int = 0
+    paper: Mapping[str, Any] = Field(default_factory=dict)
+
+    @field_validator("runs")
+    @classmethod
+    def _distinct_names(cls, runs: tuple[RunConfig, ...]) -> tuple[RunConfig, ...]:
+        names = [run.name for run in runs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"expected distinct names, {name!r} occurs twice")
+        return runs
