@@ -1,0 +1,30 @@
+"""Policies by name. A new one needs no entry here: name it as `package.module:Class`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from swiftapex.core.errors import ConfigError
+from swiftapex.core.plugins import load_class
+
+if TYPE_CHECKING:
+    from swiftapex.policies.base import Policy
+
+POLICIES: dict[str, str] = {
+    "gpu_only": "swiftapex.policies.gpu_only:GpuOnly",
+}
+FIXED_PREFIX = "fixed:"
+
+
+def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
+    """The policy `name` (`fixed:<pipeline>` and dotted paths included), built with `args`."""
+    args = dict(args or {})
+    if name.startswith(FIXED_PREFIX):
+        args["pipeline"] = name.removeprefix(FIXED_PREFIX)
+        name = "swiftapex.policies.fixed:Fixed"
+    policy_class = load_class("policy", name, POLICIES)
+    try:
+        return policy_class(**args)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ConfigError(f"policy {name!r} does not take {args}: {error}") from error

@@ -1,0 +1,29 @@
+"""Policies and pipelines by short name, or by dotted path `package.module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from swiftapex.core.errors import ConfigError
+
+
+def load_class(kind: str, name: str, known: Mapping[str, str]) -> type[Any]:
+    """The class that `name` stands for: a key of `known`, or `package.module:Class` itself.
+    ConfigError where there is no such name, module or class."""
+    path = name if ":" in name else known.get(name)
+    if path is None:
+        raise ConfigError(
+            f"unknown {kind} {name!r}: expected one of {', '.join(sorted(known))}, "
+            f"or package.module:Class"
+        )
+    module_name, _, class_name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise  # a module that exists, but whose own imports do not
+        raise ConfigError(f"{kind} {name!r}: there is no module {module_name!r}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{kind} {name!r}: {module_name} has no {class_name!r}") from error

@@ -1,0 +1,94 @@
+"""Which KV blocks each request owns, on which side. Decides only; `KVStore` holds the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from swiftapex.core.request import Placement
+
+
+@dataclass
+class _Holding:
+    placement: Placement
+    blocks: list[int] = field(default_factory=list)
+
+
+class BlockManager:
+    """Fixed-size blocks in one pool per side. A request's KV lies whole on one side.
+
+    Verbs come in pairs: `can_allocate` / `allocate`, `can_append` / `append`; the second of a pair
+    raises ValueError where the first says False. Sizes are tokens, counts are blocks.
+    """
+
+    def __init__(self, num_blocks: Mapping[Placement, int], block_size: int) -> None:
+        self.block_size = block_size
+        self._total = {side: num_blocks.get(side, 0) for side in Placement}
+        # Popped from the end: the lowest free id first, so that a request's blocks tend to be
+        # neighbours in memory.
+        self._free = {side: list(range(n - 1, -1, -1)) for side, n in self._total.items()}
+        self._holdings: dict[int, _Holding] = {}
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_total(self, side: Placement) -> int:
+        return self._total[side]
+
+    def num_free(self, side: Placement) -> int:
+        return len(self._free[side])
+
+    def owned(self, request_id: int) -> tuple[int, ...]:
+        holding = self._holdings.get(request_id)
+        return tuple(holding.blocks) if holding else ()
+
+    def can_allocate(self, side: Placement, num_tokens: int) -> bool:
+        return self.blocks_for(num_tokens) <= len(self._free[side])
+
+    def allocate(self, request_id: int, side: Placement, num_tokens: int) -> tuple[int, ...]:
+        """Gives a request that owns nothing the blocks for `num_tokens` tokens."""
+        if request_id in self._holdings:
+            raise ValueError(f"request {request_id} already owns blocks")
+        if not self.can_allocate(side, num_tokens):
+            raise ValueError(
+                f"request {request_id} needs {self.blocks_for(num_tokens)} {side.value} blocks, "
+                f"{len(self._free[side])} are free"
+            )
+        self._holdings[request_id] = _Holding(side)
+        return self._grow(request_id, num_tokens)
+
+    def can_append(self, request_id: int, num_tokens: int) -> bool:
+        """Whether the request can come to hold `num_tokens` tokens in all."""
+        holding = self._holdings[request_id]
+        missing = self.blocks_for(num_tokens) - len(holding.blocks)
+        return missing <= len(self._free[holding.placement])
+
+    def append(self, request_id: int, num_tokens: int) -> tuple[int, ...]:
+        """Grows a request to hold `num_tokens` tokens in all; returns the blocks it gained."""
+        if not self.can_append(request_id, num_tokens):
+            raise ValueError(f"no free block for request {request_id} at {num_tokens} tokens")
+        return self._grow(request_id, num_tokens)
+
+    def free(self, request_id: int) -> None:
+        """Takes back all blocks of a request. A request that owns none is no error."""
+        holding = self._holdings.pop(request_id, None)
+        if holding is not None:
+            self._free[holding.placement].extend(reversed(holding.blocks))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every block is free or owned, exactly once."""
+        for side in Placement:
+            owned = [b for h in self._holdings.values() if h.placement is side for b in h.blocks]
+            found = sorted(self._free[side] + owned)
+            assert found == list(range(self._total[side])), (
+                f"{side.value} blocks: {len(self._free[side])} free and {len(owned)} owned "
+                f"do not make {self._total[side]}"
+            )
+
+    def _grow(self, request_id: int, num_tokens: int) -> tuple[int, ...]:
+        holding = self._holdings[request_id]
+        missing = max(0, self.blocks_for(num_tokens) - len(holding.blocks))
+        pool = self._free[holding.placement]
+        gained = [pool.pop() for _ in range(missing)]
+        holding.blocks += gained
+        return tuple(gained)

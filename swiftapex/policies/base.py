@@ -1,0 +1,16 @@
+"""The interface of a policy: one file, one class, one method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from swiftapex.core.plan import StepPlan
+from swiftapex.scheduler.state import SchedulerState
+
+
+class Policy(ABC):
+    """Decides what runs in an iteration. Constructed with the YAML's `policy_args`."""
+
+    @abstractmethod
+    def plan(self, state: SchedulerState) -> StepPlan:
+        """Composes the next iteration with the verbs of `state`. May be empty if nothing waits."""
