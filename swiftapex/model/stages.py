@@ -1,0 +1,62 @@
+"""The layer math. No placement, no streams, no order of execution: pipelines call these."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swiftapex.core.ops import Ops
+from swiftapex.model.config import ModelConfig
+from swiftapex.model.rope import Rope
+from swiftapex.model.weights import ModelWeights
+
+
+class Stages:
+    """A model as stages around attention. n: tokens of the batch, in any order and of any requests.
+
+    x [n, hidden] is the residual stream in the weights' dtype.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.rope = Rope(config.rope, config.head_dim, weights.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [n] integers below vocab_size -> x [n, hidden]."""
+        return self.ops.embedding(token_ids, self.weights.embedding)
+
+    def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Tensor:
+        """positions [n] integers -> [n, head_dim] float32, cos then sin; once per pass.
+        rope_lengths [n] integers are read only where `rope.needs_lengths` (see model/rope.py)."""
+        return self.rope.rotation(positions, rope_lengths)
+
+    def pre_attn(self, layer: int, x: Tensor, rotation: Tensor) -> Tensor:
+        """Norm, QKV, RoPE: x [n, hidden] -> qkv [n, q_heads + 2 * kv_heads, head_dim]."""
+        c, w, ops = self.config, self.weights.layers[layer], self.ops
+        h = ops.rms_norm(x, w.attn_norm, c.norm_eps)
+        qkv = ops.linear(h, w.qkv, w.qkv_bias).view(-1, c.num_qkv_heads, c.head_dim)
+        if w.q_norm is not None and w.k_norm is not None:
+            self._norm_heads(qkv[:, : c.num_q_heads], w.q_norm)
+            self._norm_heads(qkv[:, c.num_q_heads : c.num_q_heads + c.num_kv_heads], w.k_norm)
+        ops.rope(qkv[:, : c.num_q_heads + c.num_kv_heads], rotation)
+        return qkv
+
+    def post_attn(self, layer: int, o: Tensor, x: Tensor) -> Tensor:
+        """Output projection, residual, norm, FFN, residual.
+        o [n, q_heads * head_dim], x [n, hidden] -> x [n, hidden]."""
+        w, ops = self.weights.layers[layer], self.ops
+        x = ops.linear(o, w.o, w.o_bias, residual=x)
+        h = ops.rms_norm(x, w.ffn_norm, self.config.norm_eps)
+        h = ops.silu_mul(ops.linear(h, w.gate_up, w.gate_up_bias))
+        return ops.linear(h, w.down, w.down_bias, residual=x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [n, hidden] (only the rows that sample) -> [n, vocab] in the model's dtype."""
+        h = self.ops.rms_norm(x, self.weights.norm, self.config.norm_eps)
+        return self.ops.linear(h, self.weights.head)
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> None:
+        """RMSNorm of each head of heads [n, k, head_dim], in place."""
+        rows = heads.reshape(-1, self.config.head_dim)
+        heads.copy_(self.ops.rms_norm(rows, weight, self.config.norm_eps).view(heads.shape))
