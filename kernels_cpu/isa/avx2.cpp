@@ -1,0 +1,2 @@
+#define SWIFTAPEX_ISA avx2
+#include "kernels_cpu/isa/kernels.h"

@@ -1,0 +1,2 @@
+#define SWIFTAPEX_ISA avx512
+#include "kernels_cpu/isa/kernels.h"

@@ -1,0 +1,2 @@
+#define SWIFTAPEX_ISA neon
+#include "kernels_cpu/isa/kernels.h"

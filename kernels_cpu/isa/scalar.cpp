@@ -1,0 +1,2 @@
+#define SWIFTAPEX_ISA scalar
+#include "kernels_cpu/isa/kernels.h"

@@ -1,0 +1,83 @@
+// A fixed set of native threads for fork-join work of a few microseconds.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace swiftapex {
+
+// Who runs thread index 0: the thread that calls run(), or a thread of the pool's own (a runtime
+// that only hands work over and must not be held up by it).
+enum class Caller { kWorks, kWaits };
+
+class ThreadPool {
+  public:
+    using Task = void (*)(void* context, int thread);
+
+    // `cpus[i]` (optional) is the CPU that the pool's own thread with index i is pinned to; a
+    // system that refuses leaves it unpinned. The calling thread is never pinned: threads that
+    // others start from it would inherit that. Waiting threads spin for `spin_us`, then sleep.
+    explicit ThreadPool(int num_threads, const std::vector<int>& cpus = {},
+                        Caller caller = Caller::kWorks, int spin_us = 50);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    // Calls task(context, i) for every i in [0, num_threads()), each on its own thread, and
+    // returns when all are done. The task must not throw and must not call run(). Calls from
+    // several threads take turns. Throws std::runtime_error after close().
+    void run(Task task, void* context, size_t scratch_bytes = 0);
+
+    template <class Function>
+    void run(Function& function, size_t scratch_bytes = 0) {
+        run([](void* context, int thread) { (*static_cast<Function*>(context))(thread); },
+            static_cast<void*>(&function), scratch_bytes);
+    }
+
+    // Inside a task: memory of this thread index, at least run()'s `scratch_bytes`, 64-aligned.
+    void* scratch(int thread) const { return scratch_[static_cast<size_t>(thread)]; }
+
+    int num_threads() const { return num_threads_; }
+    Caller caller() const { return caller_; }
+    int num_pinned() const { return num_pinned_; }
+
+    // Ends and joins the threads; waits for a run() in progress. May be called again.
+    void close();
+
+  private:
+    void work(int thread);
+    void start_thread(int thread, int cpu);
+    void reserve_scratch(size_t bytes);
+    void wait_for_workers();
+
+    const int num_threads_;
+    const Caller caller_;
+    const int spin_us_;
+    int num_pinned_ = 0;
+    bool closed_ = false;
+    std::mutex run_mutex_;  // one run() or close() at a time
+    std::vector<std::thread> threads_;
+    std::vector<void*> scratch_;
+    size_t scratch_bytes_ = 0;
+    Task task_ = nullptr;
+    void* context_ = nullptr;
+
+    // The protocol. run() writes task_ and context_, sets pending_ and then raises generation_;
+    // a worker that sees the new generation may read them, and lowers pending_ when it is done.
+    // generation_ and pending_ double as futex words. Each side announces its sleep (sleeping_,
+    // caller_sleeps_) before its last look at the word, and the other side changes the word
+    // before it looks at the announcement; both are sequentially consistent, so that one of the
+    // two always sees the other and no wake-up is lost.
+    alignas(64) std::atomic<uint32_t> generation_{0};
+    std::atomic<int> sleeping_{0};
+    std::atomic<bool> stop_{false};
+    alignas(64) std::atomic<uint32_t> pending_{0};
+    std::atomic<bool> caller_sleeps_{false};
+};
+
+}  // namespace swiftapex
