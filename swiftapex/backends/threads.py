@@ -1,0 +1,107 @@
+"""How many CPU threads this process may use, and on which CPUs. No torch here."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from swiftapex.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadPlan:
+    """`cpus[i]` is meant for thread i; it has `count` entries, or none where threads should not be
+    pinned. `limited_by` says what decided the count."""
+
+    count: int
+    cpus: tuple[int, ...]
+    limited_by: str
+
+
+def cpu_threads(
+    requested: int | Literal["auto"],
+    *,
+    affinity: Iterable[int] | None = None,
+    root: Path = Path("/"),
+) -> ThreadPlan:
+    """The number of threads is floor(min(CPUs of the affinity mask, cgroup CPU quota)), at least
+    1, and no more than `requested`; more would only take turns. CPUs are listed so that every
+    physical core comes once before any comes twice.
+
+    Under a quota smaller than the affinity mask other containers share the same CPUs and most
+    likely pin from CPU 0 on too, so there the plan names no CPUs.
+
+    `affinity` and `root` (the folder that holds /sys and /proc) are for tests.
+    Raises ConfigError if `requested` is neither "auto" nor a positive number.
+    """
+    if requested != "auto" and (not isinstance(requested, int) or requested < 1):
+        raise ConfigError(f"threads must be 'auto' or a number >= 1, got {requested!r}")
+    cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
+    quota = cgroup_cpus(root)
+    count, limited_by = len(cpus), "affinity"
+    if quota < count:
+        count, limited_by = max(1, math.floor(quota)), f"cgroup quota of {quota:g} CPUs"
+    shared = quota < len(cpus)
+    if requested != "auto":
+        if requested > count:
+            limited_by += f", {requested} requested"
+        else:
+            count, limited_by = requested, "requested"
+    pinned = () if shared else tuple(physical_cores_first(cpus, root)[:count])
+    logger.info("CPU threads = %d (%s)", count, limited_by)
+    return ThreadPlan(count, pinned, limited_by)
+
+
+def physical_cores_first(cpus: list[int], root: Path = Path("/")) -> list[int]:
+    """Orders CPUs by their rank among the hyperthreads of their core, then by number."""
+    seen: dict[str, int] = {}  # core -> CPUs of it so far
+    ranked = []
+    for cpu in sorted(cpus):
+        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        core = _read(path) or f"cpu {cpu}"
+        rank = seen.get(core, 0)
+        seen[core] = rank + 1
+        ranked.append((rank, cpu))
+    return [cpu for _, cpu in sorted(ranked)]
+
+
+def cgroup_cpus(root: Path = Path("/")) -> float:
+    """CPUs' worth of time that the cgroups of this process allow; infinity without a quota.
+    Every level from the process's own group up to the mount's root may hold a quota."""
+    limits = [math.inf]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            mounts, quota_of = [root / "sys/fs/cgroup"], _quota_v2
+        elif "cpu" in controllers.split(","):
+            mounts, quota_of = [root / "sys/fs/cgroup" / d for d in ("cpu", controllers)], _quota_v1
+        else:
+            continue
+        own = path.strip("/")
+        levels = [Path(own), *Path(own).parents] if own else [Path()]
+        limits += [quota_of(mount / level) for mount in mounts for level in levels]
+    return min(limits)
+
+
+def _quota_v2(group: Path) -> float:
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else math.inf
+
+
+def _quota_v1(group: Path) -> float:
+    quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else math.inf
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
