@@ -1,0 +1,16 @@
+// Element types of tensors. Storage only: arithmetic is in float32, converted on load and store.
+#pragma once
+
+#include <cstdint>
+
+namespace swiftapex {
+
+struct Half {  // IEEE binary16
+    uint16_t bits;
+};
+
+struct BFloat16 {  // the upper half of a float32
+    uint16_t bits;
+};
+
+}  // namespace swiftapex
