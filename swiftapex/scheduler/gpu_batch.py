@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftapex.core.request import Placement
+from swiftapex.core.request import Placement, RequestState
 from swiftapex.scheduler.state import BatchDraft, SchedulerState
 
 
@@ -14,13 +14,13 @@ def gpu_batch(state: SchedulerState) -> BatchDraft:
     every request ends.
     """
     batch = state.new_batch()
-    for request in list(state.decoding()):
-        if batch.room == 0 or request not in state.queue.running:
+    for request in state.decoding():
+        if batch.room == 0 or request.state is not RequestState.RUNNING:
             break
         while not state.add_decode(batch, request):
             if state.preempt_newest() is request:
                 break
-    for request in list(state.prefilling()):
+    for request in state.prefilling():
         state.add_chunk(batch, request, batch.room)
     while batch.room > 0 and state.queue.num_waiting:
         request = state.queue.waiting[0]

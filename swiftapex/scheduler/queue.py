@@ -42,6 +42,10 @@ class RequestQueue:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def newest_running(self) -> Request:
+        return self._running[-1]
+
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
         self._waiting.append(request)

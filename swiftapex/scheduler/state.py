@@ -110,7 +110,7 @@ class SchedulerState:
 
     def preempt_newest(self) -> Request:
         """Frees the newest running request; it will be computed again from its tokens."""
-        request = self.queue.running[-1]
+        request = self.queue.newest_running
         self.queue.preempt(request)
         request.num_computed = 0
         request.num_preemptions += 1

@@ -1,0 +1,50 @@
+"""Which requests are acceptable. One bad request is refused alone, with the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from swiftapex.core.errors import RequestError
+from swiftapex.core.request import Placement, SamplingParams
+from swiftapex.kv.block_manager import BlockManager
+
+
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids as a tuple. RequestError for an empty prompt or an id outside the vocabulary."""
+    if not prompt_ids:
+        raise RequestError("the prompt is empty: it needs at least one token")
+    for position, token_id in enumerate(prompt_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise RequestError(f"prompt token {position} is {token_id!r}, not an integer id")
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"prompt token {position} is {token_id}, outside the vocabulary of {vocab_size}"
+            )
+    return tuple(prompt_ids)
+
+
+def fit_sampling(
+    sampling: SamplingParams, prompt_len: int, max_model_len: int, blocks: BlockManager
+) -> SamplingParams:
+    """`sampling` with max_tokens cut to the model's length.
+
+    RequestError where the prompt leaves no room for a token, or where prompt and output could
+    never lie in one side's KV cache, even alone. The last token's K and V are never stored.
+    """
+    sampling.check()
+    room = max_model_len - prompt_len
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens; with max_model_len {max_model_len} "
+            f"at most {max_model_len - 1} leave room for one new token"
+        )
+    max_tokens = min(sampling.max_tokens, room)
+    needed = blocks.blocks_for(prompt_len + max_tokens - 1)
+    available = max(blocks.num_total(side) for side in Placement)
+    if needed > available:
+        raise RequestError(
+            f"the request can never fit: {prompt_len} prompt tokens and up to {max_tokens} new ones "
+            f"need {needed} KV blocks of {blocks.block_size} tokens, {available} exist"
+        )
+    return dataclasses.replace(sampling, max_tokens=max_tokens)

@@ -1,0 +1,301 @@
+"""The engine: requests in, iterations, tokens out."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swiftapex.config.schema import EngineConfig, ModelSection
+from swiftapex.core.errors import EngineError, RequestError
+from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.records import IterationRecord
+from swiftapex.core.request import FinishReason, Placement, Request, SamplingParams
+from swiftapex.core.trace import TraceRecorder
+from swiftapex.engine.admission import check_prompt, fit_sampling
+from swiftapex.engine.text import TextStream
+from swiftapex.executor.in_process import InProcessExecutor
+from swiftapex.kv.block_manager import BlockManager
+from swiftapex.model.source import open_model
+from swiftapex.policies import make_policy
+from swiftapex.scheduler.queue import RequestQueue
+from swiftapex.scheduler.state import Limits, SchedulerState
+
+_EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    gpu_blocks_free: int
+    gpu_blocks_total: int
+    cpu_blocks_free: int
+    cpu_blocks_total: int
+    waiting: int
+    running: int
+    preemptions: int
+
+
+class Engine:
+    """One model under one policy. All methods may be called from any thread, one at a time inside.
+
+    `step()` runs one iteration; nothing runs between calls, so that an idle engine costs nothing.
+    """
+
+    def __init__(
+        self,
+        model: ModelSection,
+        engine: EngineConfig,
+        *,
+        policy: str = "gpu_only",
+        policy_args: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        trace: TraceRecorder | None = None,
+        keep_iterations: bool = True,
+    ) -> None:
+        self._policy = make_policy(policy, policy_args)
+        source = open_model(model)
+        self.model_config = source.config
+        self.tokenizer = source.tokenizer()
+        model_len = source.config.max_position_embeddings
+        self.max_model_len = model_len if engine.max_model_len == "auto" else engine.max_model_len
+        self.iterations: list[IterationRecord] = []
+        self.num_iterations = 0
+        self._keep_iterations = keep_iterations
+        self._seed = seed
+        self._trace = trace
+        self._lock = threading.RLock()
+        self._executor = InProcessExecutor(source, engine, self.max_model_len, trace)
+        self._blocks = BlockManager(self._executor.num_blocks, engine.block_size)
+        self._queue = RequestQueue()
+        limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch)
+        self._state = SchedulerState(self._queue, self._blocks, limits)
+        self._live: dict[int, Request] = {}
+        self._streams: dict[int, TextStream] = {}
+        self._next_id = 0
+        self._empty_steps = 0
+        self._dead: str | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        chat: bool = False,
+        arrival_s: float | None = None,
+        stream: bool = False,
+    ) -> int:
+        """Queues a request and returns its id.
+
+        prompt: text, or token ids. chat: wrap text in the model's chat template. stream: keep the
+        text as it grows, for `text_stream`. RequestError where the request is not acceptable.
+        """
+        with self._lock:
+            self._check_alive()
+            prompt_ids = check_prompt(self.encode(prompt, chat), self.model_config.vocab_size)
+            sampling = fit_sampling(sampling, len(prompt_ids), self.max_model_len, self._blocks)
+            if sampling.stop and self.tokenizer is None:
+                raise RequestError("stop strings need a tokenizer, and this model has none")
+            request_id, self._next_id = self._next_id, self._next_id + 1
+            if sampling.seed is None:
+                sampling = dataclasses.replace(sampling, seed=self._seed * 1_000_003 + request_id)
+            arrival_s = time.perf_counter() if arrival_s is None else arrival_s
+            request = Request(request_id, prompt_ids, sampling, arrival_s)
+            self._live[request_id] = request
+            self._queue.add(request)
+            if self.tokenizer is not None and (stream or sampling.stop):
+                self._streams[request_id] = TextStream(self.tokenizer, sampling.stop)
+            return request_id
+
+    def encode(self, prompt: str | Sequence[int], chat: bool = False) -> Sequence[int]:
+        """Token ids of a text (ids are returned as they are)."""
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: give the prompt as token ids")
+        return self.tokenizer.encode(prompt, chat=chat)
+
+    def request(self, request_id: int) -> Request:
+        """A request that has not ended yet."""
+        return self._live[request_id]
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request in whatever state it is; one that has ended already is left alone."""
+        with self._lock:
+            if request_id in self._live:
+                self._end(self._live[request_id], FinishReason.ABORT)
+
+    def step(self) -> list[Request]:
+        """Runs one iteration; the requests that gained a token or ended in it.
+
+        EngineError where no progress is possible, or where the workers failed: then every open
+        request ends with that error, and the engine can only be closed.
+        """
+        with self._lock:
+            self._check_alive()
+            if self._trace is not None:
+                self._trace.begin_iteration(self.num_iterations)
+            start = time.perf_counter()
+            preemptions = self._state.num_preemptions
+            plan = self._policy.plan(self._state)
+            planned = time.perf_counter()
+            result = self._execute(plan)
+            changed = self._apply(plan, result)
+            if self._keep_iterations:
+                preemptions = self._state.num_preemptions - preemptions
+                self._record(plan, result, start, planned, preemptions)
+            if self._trace is not None:
+                waiting = self._queue.num_waiting
+                self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
+            self.num_iterations += 1
+            self._watch(plan)
+            return changed
+
+    def step_for(self, request: Request, seen: int) -> None:
+        """Runs one iteration, unless the request has ended or has more than `seen` tokens by then
+        because another thread ran one."""
+        with self._lock:
+            if request.finish_reason is None and len(request.output_ids) == seen:
+                self.step()
+
+    def text(self, request: Request) -> str:
+        """Text of a request's output so far, cut in front of a stop string; "" without tokenizer."""
+        stream = self._streams.get(request.request_id)
+        if stream is not None:
+            return stream.text
+        return "" if self.tokenizer is None else self.tokenizer.decode(request.output_ids)
+
+    def text_stream(self, request_id: int) -> TextStream | None:
+        """The growing text of a request that was added with `stream` or stop strings."""
+        return self._streams.get(request_id)
+
+    def forget(self, request_id: int) -> None:
+        """Drops the text that was kept for a request that has ended."""
+        if request_id not in self._live:
+            self._streams.pop(request_id, None)
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            gpu, cpu = Placement.GPU, Placement.CPU
+            return EngineStats(
+                gpu_blocks_free=self._blocks.num_free(gpu),
+                gpu_blocks_total=self._blocks.num_total(gpu),
+                cpu_blocks_free=self._blocks.num_free(cpu),
+                cpu_blocks_total=self._blocks.num_total(cpu),
+                waiting=self._queue.num_waiting,
+                running=self._queue.num_running,
+                preemptions=self._state.num_preemptions,
+            )
+
+    def close(self) -> None:
+        """Aborts what is open and frees weights, KV and threads. May be called twice."""
+        with self._lock:
+            for request in list(self._live.values()):
+                self._end(request, FinishReason.ABORT)
+            if self._dead != "closed":
+                self._dead = "closed"
+                self._executor.close()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineError(f"the engine is {self._dead}")
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._executor.execute(plan)
+        except Exception as error:
+            self._fail(f"broken: {type(error).__name__}: {error}")
+            raise EngineError(f"an iteration failed: {error}") from error
+
+    def _fail(self, reason: str) -> None:
+        self._dead = reason
+        for request in list(self._live.values()):
+            self._end(request, FinishReason.ERROR, f"the engine is {reason}")
+
+    def _apply(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Books the plan's rows and the tokens that came of them."""
+        now = time.perf_counter()
+        for sub_batch in plan.sub_batches:
+            for row in sub_batch.rows:
+                self._live[row.request_id].num_computed += row.num_tokens
+        for request_id, token_id in result.tokens.items():
+            request = self._live[request_id]
+            request.output_ids.append(token_id)
+            request.token_times_s.append(now)
+        changed = [self._live[r] for r in (*result.tokens, *result.failures)]
+        for request_id in result.tokens:
+            request = self._live[request_id]
+            reason = self._ended_by(request)
+            if reason is not None:
+                self._end(request, reason)
+        for request_id, why in result.failures.items():
+            self._end(self._live[request_id], FinishReason.ERROR, why)
+        return changed
+
+    def _ended_by(self, request: Request) -> FinishReason | None:
+        """Whether the newest token ends the request."""
+        sampling, token_id = request.sampling, request.output_ids[-1]
+        eos = not sampling.ignore_eos and token_id in self.model_config.eos_token_ids
+        if eos or token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        stream = self._streams.get(request.request_id)
+        if stream is not None and stream.push(token_id):
+            return FinishReason.STOP
+        if len(request.output_ids) >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        self._state.finish(request)
+        request.finish_reason, request.error = reason, error
+        del self._live[request.request_id]
+        stream = self._streams.get(request.request_id)
+        if stream is not None:
+            stream.end()
+
+    def _record(
+        self, plan: StepPlan, result: StepResult, start: float, planned: float, preemptions: int
+    ) -> None:
+        end = time.perf_counter()
+        rows = [row for sub_batch in plan.sub_batches for row in sub_batch.rows]
+        decodes = [row for row in rows if row.is_decode]
+        cpu_decodes = sum(row.placement is Placement.CPU for row in decodes)
+        self.iterations.append(
+            IterationRecord(
+                index=self.num_iterations,
+                start_s=start,
+                duration_us=(end - start) * 1e6,
+                schedule_us=(planned - start) * 1e6,
+                pipeline=plan.pipeline,
+                prefill_tokens=sum(row.num_tokens for row in rows if not row.is_decode),
+                gpu_decodes=len(decodes) - cpu_decodes,
+                cpu_decodes=cpu_decodes,
+                completed_tokens=len(result.tokens),
+                waiting=self._queue.num_waiting,
+                running=self._queue.num_running,
+                gpu_blocks_free=self._blocks.num_free(Placement.GPU),
+                cpu_blocks_free=self._blocks.num_free(Placement.CPU),
+                preemptions=preemptions,
+            )
+        )
+
+    def _watch(self, plan: StepPlan) -> None:
+        """Raises EngineError after many iterations in a row that computed nothing."""
+        idle = not any(sub_batch.rows for sub_batch in plan.sub_batches)
+        self._empty_steps = self._empty_steps + 1 if idle and self._live else 0
+        if self._empty_steps >= _EMPTY_STEPS:
+            heads = [
+                f"request {r.request_id}: {r.state.value}, {r.num_tokens} tokens, "
+                f"{r.num_computed} computed, {len(self._blocks.owned(r.request_id))} blocks"
+                for r in list(self._live.values())[:8]
+            ]
+            self._fail("stuck")
+            raise EngineError(
+                f"no progress in {_EMPTY_STEPS} iterations: {self.stats()}; " + "; ".join(heads)
+            )

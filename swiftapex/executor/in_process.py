@@ -1,0 +1,29 @@
+"""One worker in this process."""
+
+from __future__ import annotations
+
+from swiftapex.config.schema import EngineConfig
+from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.trace import TraceRecorder
+from swiftapex.model.source import ModelSource
+from swiftapex.worker.worker import Worker
+
+
+class InProcessExecutor:
+    """Calls the worker directly."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        engine: EngineConfig,
+        max_model_len: int,
+        trace: TraceRecorder | None = None,
+    ) -> None:
+        self._worker = Worker(source, engine, max_model_len, trace)
+        self.num_blocks = self._worker.num_blocks
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._worker.execute(plan)
+
+    def close(self) -> None:
+        self._worker.close()
