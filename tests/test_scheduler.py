@@ -1,0 +1,269 @@
+"""The control plane without a model: any arrivals, lengths, aborts and pool sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swiftapex.core.errors import RequestError
+from swiftapex.core.plan import StepPlan
+from swiftapex.core.request import Placement, Request, RequestState, SamplingParams
+from swiftapex.engine.admission import fit_sampling
+from swiftapex.kv.block_manager import BlockManager
+from swiftapex.policies import make_policy
+from swiftapex.scheduler.queue import RequestQueue
+from swiftapex.scheduler.state import Limits, SchedulerState
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Against a model that only counts: blocks never leak and are never owned twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockManager({Placement.GPU: 7, Placement.CPU: 4}, block_size=4)
+        self.tokens: dict[int, tuple[Placement, int]] = {}
+        self.next_id = 0
+
+    def used(self, side: Placement) -> int:
+        return sum(-(-n // 4) for where, n in self.tokens.values() if where is side)
+
+    @rule(side=st.sampled_from(Placement), num_tokens=st.integers(0, 40))
+    def allocate(self, side: Placement, num_tokens: int) -> None:
+        request_id, self.next_id = self.next_id, self.next_id + 1
+        fits = self.used(side) + -(-num_tokens // 4) <= self.blocks.num_total(side)
+        assert self.blocks.can_allocate(side, num_tokens) == fits
+        if fits:
+            gained = self.blocks.allocate(request_id, side, num_tokens)
+            assert gained == self.blocks.owned(request_id)
+            self.tokens[request_id] = (side, num_tokens)
+        else:
+            with pytest.raises(ValueError, match="blocks"):
+                self.blocks.allocate(request_id, side, num_tokens)
+            assert self.blocks.owned(request_id) == ()
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), more=st.integers(0, 12))
+    def append(self, data: st.DataObject, more: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        side, num_tokens = self.tokens[request_id]
+        before = self.blocks.owned(request_id)
+        need = -(-(num_tokens + more) // 4) - len(before)
+        fits = need <= self.blocks.num_free(side)
+        assert self.blocks.can_append(request_id, num_tokens + more) == fits
+        if fits:
+            gained = self.blocks.append(request_id, num_tokens + more)
+            assert self.blocks.owned(request_id) == before + gained
+            self.tokens[request_id] = (side, num_tokens + more)
+        else:
+            with pytest.raises(ValueError, match="no free block"):
+                self.blocks.append(request_id, num_tokens + more)
+            assert self.blocks.owned(request_id) == before
+
+    @rule(request_id=st.integers(0, 30))
+    def free(self, request_id: int) -> None:
+        self.blocks.free(request_id)
+        self.tokens.pop(request_id, None)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.blocks.check_integrity()
+        for side in Placement:
+            free = self.blocks.num_total(side) - self.used(side)
+            assert self.blocks.num_free(side) == free
+
+
+TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_integrity_check_notices_a_leak_and_a_double_owner() -> None:
+    blocks = BlockManager({Placement.GPU: 3}, 4)
+    blocks.allocate(0, Placement.GPU, 4)
+    blocks._free[Placement.GPU].pop()
+    with pytest.raises(AssertionError):
+        blocks.check_integrity()
+    blocks = BlockManager({Placement.GPU: 3}, 4)
+    blocks.allocate(0, Placement.GPU, 4)
+    blocks._free[Placement.GPU].append(blocks.owned(0)[0])
+    with pytest.raises(AssertionError):
+        blocks.check_integrity()
+
+
+class Harness:
+    """An engine without a model: every completing row gets a token; checks each plan."""
+
+    def __init__(self, gpu_blocks: int, block_size: int, rows: int, tokens: int) -> None:
+        self.blocks = BlockManager({Placement.GPU: gpu_blocks}, block_size)
+        self.queue = RequestQueue()
+        self.limits = Limits(rows, tokens)
+        self.state = SchedulerState(self.queue, self.blocks, self.limits)
+        self.policy = make_policy("gpu_only")
+        self.live: dict[int, Request] = {}
+        self.known: dict[int, list[int]] = {}  # what a worker knows: request -> blocks
+        self.next_id = 0
+        self.refused = 0
+
+    def add(self, prompt_len: int, max_tokens: int) -> None:
+        request_id, self.next_id = self.next_id, self.next_id + 1
+        try:
+            sampling = fit_sampling(
+                SamplingParams(max_tokens=max_tokens), prompt_len, 10_000, self.blocks
+            )
+        except RequestError:
+            self.refused += 1
+            return
+        request = Request(request_id, tuple(range(prompt_len)), sampling, 0.0)
+        self.live[request_id] = request
+        self.queue.add(request)
+
+    def abort(self, request_id: int) -> None:
+        if request_id in self.live:
+            self.state.finish(self.live.pop(request_id))
+
+    def step(self) -> int:
+        """Runs one iteration; the rows that were in it."""
+        plan = self.policy.plan(self.state)
+        self.check(plan)
+        rows = [row for batch in plan.sub_batches for row in batch.rows]
+        for row in rows:
+            request = self.live[row.request_id]
+            request.num_computed += row.num_tokens
+            if row.completes:
+                request.output_ids.append(0)
+                if len(request.output_ids) == request.sampling.max_tokens:
+                    self.state.finish(self.live.pop(row.request_id))
+        self.blocks.check_integrity()
+        self.queue.check_integrity()
+        return len(rows)
+
+    def check(self, plan: StepPlan) -> None:
+        """What a worker relies on."""
+        for request_id in plan.released:
+            del self.known[request_id]
+        for admission in plan.admitted:
+            assert admission.request_id not in self.known
+            assert admission.prompt_len == len(self.live[admission.request_id].prompt_ids)
+            self.known[admission.request_id] = []
+        for request_id, blocks in plan.new_blocks.items():
+            self.known[request_id] += blocks
+        (batch,) = plan.sub_batches
+        assert len(batch.rows) <= self.limits.max_batch_size
+        assert batch.num_tokens <= self.limits.max_tokens_in_batch
+        assert len({row.request_id for row in batch.rows}) == len(batch.rows)
+        kinds = [row.is_decode for row in batch.rows]
+        assert kinds == sorted(kinds, reverse=True), "decodes come first"
+        for row in batch.rows:
+            request = self.live[row.request_id]
+            assert row.start == request.num_computed and row.num_tokens > 0
+            end = row.start + row.num_tokens
+            assert row.completes == (end == request.num_tokens)
+            assert tuple(self.known[row.request_id]) == self.blocks.owned(row.request_id)
+            assert len(self.known[row.request_id]) >= self.blocks.blocks_for(end)
+            if row.token_ids is not None:
+                assert row.token_ids == request.token_ids(row.start, end)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, lengths and aborts on small pools; at the end everything drains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness: Harness | None = None
+
+    @precondition(lambda self: self.harness is None)
+    @rule(
+        gpu_blocks=st.integers(0, 12),
+        block_size=st.sampled_from((1, 3, 4)),
+        rows=st.integers(1, 6),
+        tokens=st.integers(1, 20),
+    )
+    def build(self, gpu_blocks: int, block_size: int, rows: int, tokens: int) -> None:
+        self.harness = Harness(gpu_blocks, block_size, rows, tokens)
+
+    @precondition(lambda self: self.harness is not None)
+    @rule(prompt_len=st.integers(1, 40), max_tokens=st.integers(1, 20))
+    def add(self, prompt_len: int, max_tokens: int) -> None:
+        self.harness.add(prompt_len, max_tokens)
+
+    @precondition(lambda self: self.harness is not None)
+    @rule(request_id=st.integers(0, 30))
+    def abort(self, request_id: int) -> None:
+        self.harness.abort(request_id)
+
+    @precondition(lambda self: self.harness is not None)
+    @rule()
+    def step(self) -> None:
+        rows = self.harness.step()
+        assert rows > 0 or not self.harness.live, "requests wait, and nothing runs"
+
+    def teardown(self) -> None:
+        if self.harness is None:
+            return
+        work = sum(r.num_tokens + r.sampling.max_tokens for r in self.harness.live.values())
+        for _ in range(work * (len(self.harness.live) + 1)):
+            if not self.harness.live:
+                break
+            assert self.harness.step() > 0
+        assert not self.harness.live, "a request starves"
+        for side in Placement:
+            total = self.harness.blocks.num_total(side)
+            assert self.harness.blocks.num_free(side) == total
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=600, deadline=None)
+def test_every_request_ends_whatever_the_pool(seed: int) -> None:
+    import random
+
+    rng = random.Random(seed)
+    harness = Harness(rng.randint(0, 40), rng.choice((1, 4, 16)), rng.randint(1, 9), rng.randint(1, 64))
+    arrivals = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(rng.randint(1, 12))]
+    for step in range(20_000):
+        if arrivals and rng.random() < 0.3:
+            harness.add(*arrivals.pop())
+        if rng.random() < 0.02 and harness.live:
+            harness.abort(rng.choice(list(harness.live)))
+        rows = harness.step()
+        assert rows > 0 or not harness.live
+        if not arrivals and not harness.live:
+            break
+    assert not harness.live and not arrivals
+    assert harness.blocks.num_free(Placement.GPU) == harness.blocks.num_total(Placement.GPU)
+
+
+def test_preempted_request_keeps_its_output_and_its_place() -> None:
+    harness = Harness(gpu_blocks=4, block_size=4, rows=8, tokens=64)
+    harness.add(4, 9)
+    harness.add(4, 9)
+    first, second = harness.live[0], harness.live[1]
+    while second.state is not RequestState.RUNNING or not second.output_ids:
+        harness.step()
+    while not harness.state.num_preemptions:
+        harness.step()
+    assert second.state is RequestState.WAITING and first.state is RequestState.RUNNING
+    kept = len(second.output_ids)
+    assert kept > 0 and second.num_computed == 0
+    while harness.live:
+        harness.step()
+    assert len(first.output_ids) == len(second.output_ids) == 9
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
+    blocks = BlockManager({Placement.GPU: 4}, 4)
+    with pytest.raises(RequestError, match=r"need 5 KV blocks of 4 tokens, 4 exist"):
+        fit_sampling(SamplingParams(max_tokens=8), 10, 10_000, blocks)
+    assert fit_sampling(SamplingParams(max_tokens=7), 10, 10_000, blocks).max_tokens == 7
+
+
+def test_max_tokens_is_cut_to_the_models_length() -> None:
+    blocks = BlockManager({Placement.GPU: 100}, 4)
+    assert fit_sampling(SamplingParams(max_tokens=50), 10, 32, blocks).max_tokens == 22
+    with pytest.raises(RequestError, match="at most 31"):
+        fit_sampling(SamplingParams(max_tokens=1), 32, 32, blocks)
