@@ -1,0 +1,67 @@
+"""The recorder of Chrome traces: windows near the middle, bounded memory, valid output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swiftapex.core.trace import LANES, TraceRecorder
+
+
+def record(total: int, size: int) -> tuple[TraceRecorder, int]:
+    """A recorder after `total` iterations of two spans, and the most iterations it ever held."""
+    trace, most = TraceRecorder(size), 0
+    for index in range(total):
+        trace.begin_iteration(index)
+        trace.span("GPU", "pre_attn", index, index + 0.25, layer=0)
+        trace.span("CPU attention", "attend", index + 0.25, index + 0.75)
+        most = max(most, len(trace._spans))
+    return trace, most
+
+
+@pytest.mark.parametrize("total", [1, 3, 10, 11, 37, 90, 400, 999, 5_000, 31_415])
+def test_window_is_near_the_middle(total: int) -> None:
+    trace, most = record(total, size=10)
+    chosen = trace.recorded_iterations()
+    assert len(chosen) == min(total, 10)
+    assert chosen[-1] < total
+    if total > 10:
+        middle = (total - 10) / 2
+        assert abs(chosen[0] - middle) <= max(1, 0.13 * middle)
+    assert most <= 160
+
+
+def test_short_runs_are_centred_exactly() -> None:
+    assert record(30, size=10)[0].recorded_iterations() == range(10, 20)
+
+
+def test_written_file_holds_all_lanes_and_the_chosen_spans(tmp_path: Path) -> None:
+    trace, _ = record(500, size=10)
+    trace.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    assert list(lanes)[:4] == list(LANES)
+    spans = [e for e in events if e["ph"] == "X"]
+    assert sum(e["name"] == "pre_attn" for e in spans) == 10
+    assert sum(e["name"].startswith("iteration") for e in spans) == 10
+    attend = next(e for e in spans if e["name"] == "attend")
+    assert attend["dur"] == 500_000
+    assert attend["tid"] == lanes["CPU attention"]
+    assert next(e for e in spans if e["name"] == "pre_attn")["args"] == {"layer": 0}
+
+
+def test_zero_iterations_record_nothing(tmp_path: Path) -> None:
+    trace, most = record(100, size=0)
+    assert not trace.active
+    assert most == 0
+    trace.write(tmp_path / "trace.json")
+    assert all(
+        e["ph"] == "M" for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    )
+
+
+def test_a_trace_of_no_iterations_can_be_written(tmp_path: Path) -> None:
+    TraceRecorder(5).write(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
