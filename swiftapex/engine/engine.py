@@ -59,7 +59,7 @@ class Engine:
         source = open_model(model)
         self.model_config = source.config
         self.tokenizer = source.tokenizer()
-        model_len = source.config.max_position_embeddings
+        model_len = source.config.max_length
         self.max_model_len = model_len if engine.max_model_len == "auto" else engine.max_model_len
         self.iterations: list[IterationRecord] = []
         self.num_iterations = 0
