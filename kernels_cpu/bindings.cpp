@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <stdexcept>
+#include <string>
 
 #include "kernels_cpu/dispatch.h"
 #include "kernels_cpu/launch.h"
@@ -36,14 +38,90 @@ void bind_dispatch(py::module_& module) {
                "Process-wide upper limit of the instruction set; an empty name lifts it.");
 }
 
-void bind_kernels(py::module_& module) {
+// Python passes 0 for float32, 1 for float16, 2 for bfloat16.
+DType dtype_of(int number) {
+    if (number < 0 || number >= kNumDTypes) {
+        throw std::invalid_argument("unknown dtype number " + std::to_string(number));
+    }
+    return static_cast<DType>(number);
+}
+
+using Address = uintptr_t;  // of a tensor's first element; 0: none
+using Count = int64_t;      // sizes and strides, in elements
+
+void bind_linear(py::module_& module) {
+    module.def(
+        "linear",
+        [](ThreadPool& pool, int dtype, Address x, Address weight, Address bias, Address residual,
+           Address y, Count n, Count in, Count out, Count x_stride, Count weight_stride,
+           Count residual_stride, Count y_stride) {
+            const LinearArgs args{pointer<const void>(x),
+                                  pointer<const void>(weight),
+                                  pointer<const void>(bias),
+                                  pointer<const void>(residual),
+                                  pointer<void>(y),
+                                  n,
+                                  in,
+                                  out,
+                                  x_stride,
+                                  weight_stride,
+                                  residual_stride,
+                                  y_stride};
+            linear(pool, dtype_of(dtype), args);
+        },
+        ReleaseGil(), "y[n, out] = x[n, in] * weight[out, in]^T + bias + residual.");
+}
+
+void bind_elementwise(py::module_& module) {
+    module.def(
+        "rms_norm",
+        [](ThreadPool& pool, int dtype, Address x, Address weight, Address y, Count n, Count heads,
+           Count dim, Count x_stride_n, Count x_stride_head, Count y_stride_n, Count y_stride_head,
+           float eps) {
+            const RmsNormArgs args{pointer<const void>(x),
+                                   pointer<const void>(weight),
+                                   pointer<void>(y),
+                                   n,
+                                   heads,
+                                   dim,
+                                   x_stride_n,
+                                   x_stride_head,
+                                   y_stride_n,
+                                   y_stride_head,
+                                   eps};
+            rms_norm(pool, dtype_of(dtype), args);
+        },
+        ReleaseGil(), "y = x / sqrt(mean(x^2) + eps) * weight over rows of [n, heads, dim].");
+    module.def(
+        "rope",
+        [](ThreadPool& pool, int dtype, Address x, Address rotation, Count n, Count heads,
+           Count dim, Count x_stride_n, Count x_stride_head, Count rotation_stride) {
+            const RopeArgs args{pointer<void>(x),
+                                pointer<const float>(rotation),
+                                n,
+                                heads,
+                                dim,
+                                x_stride_n,
+                                x_stride_head,
+                                rotation_stride};
+            rope(pool, dtype_of(dtype), args);
+        },
+        ReleaseGil(), "Rotates pairs (i, i + dim / 2) of x [n, heads, dim] in place.");
+    module.def(
+        "silu_mul",
+        [](ThreadPool& pool, int dtype, Address gate_up, Address y, Count n, Count inner,
+           Count gate_up_stride, Count y_stride) {
+            const SiluMulArgs args{
+                pointer<const void>(gate_up), pointer<void>(y), n, inner, gate_up_stride, y_stride};
+            silu_mul(pool, dtype_of(dtype), args);
+        },
+        ReleaseGil(), "y[n, inner] = silu(gate_up[:, :inner]) * gate_up[:, inner:].");
     module.def(
         "read_stream",
-        [](ThreadPool& pool, uintptr_t data, int64_t bytes) {
+        [](ThreadPool& pool, Address data, Count bytes) {
             return read_stream(pool, pointer<const void>(data), bytes);
         },
-        ReleaseGil(), py::arg("pool"), py::arg("data"), py::arg("bytes"),
-        "Wrapping sum of the buffer's 64-bit words, read once with all threads.");
+        ReleaseGil(), "Wrapping sum of the buffer's 64-bit words, read once with all threads.");
 }
 
 }  // namespace
@@ -53,5 +131,6 @@ PYBIND11_MODULE(_kernels_cpu, module) {
     module.doc() = "CPU kernels of swiftapex: raw addresses, sizes in elements, no torch.";
     swiftapex::bind_thread_pool(module);
     swiftapex::bind_dispatch(module);
-    swiftapex::bind_kernels(module);
+    swiftapex::bind_linear(module);
+    swiftapex::bind_elementwise(module);
 }

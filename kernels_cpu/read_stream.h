@@ -1,12 +1,13 @@
-// Included once per instruction set, inside its namespace.
+#pragma once
+
+#include "kernels_cpu/share.h"
+
+namespace swiftapex::SWIFTAPEX_ISA {
 
 // Four independent sums hide the latency of an add; the compiler vectorises them.
 inline void read_stream(const ReadStreamArgs& args, int thread, int num_threads) {
     constexpr int64_t kStep = 64;  // words: eight cache lines
-    const int64_t steps = args.count / kStep;
-    const int64_t begin = steps * thread / num_threads * kStep;
-    const int64_t end =
-        thread == num_threads - 1 ? args.count : steps * (thread + 1) / num_threads * kStep;
+    const auto [begin, end] = share(args.count, kStep, thread, num_threads);
     uint64_t sums[kStep] = {};
     int64_t i = begin;
     for (; i + kStep <= end; i += kStep) {
@@ -18,3 +19,5 @@ inline void read_stream(const ReadStreamArgs& args, int thread, int num_threads)
     for (uint64_t part : sums) sum += part;
     args.partial[8 * thread] = sum;
 }
+
+}  // namespace swiftapex::SWIFTAPEX_ISA

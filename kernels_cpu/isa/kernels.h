@@ -1,26 +1,29 @@
-// Body of every isa/<name>.cpp, after `SWIFTAPEX_ISA` names the instruction set and its vector
-// traits are included. The linker keeps one copy of an inline function that several files define,
-// whatever flags it was compiled with: hence all code lies in a namespace of the instruction set,
-// in an unnamed one inside that, and no standard library templates are used here.
+// Body of every isa/<name>.cpp, after it has defined SWIFTAPEX_ISA, the instruction set's name, and
+// SWIFTAPEX_SIMD, the file of its vector traits. The linker keeps one copy of an inline function
+// that several files define, whatever flags it was compiled with: hence all code that these files
+// include lies in the instruction set's own namespace, and uses no standard library templates.
+#pragma once
+
+#include "kernels_cpu/elementwise.h"
 #include "kernels_cpu/kernel_table.h"
+#include "kernels_cpu/linear.h"
+#include "kernels_cpu/read_stream.h"
 
 #define SWIFTAPEX_STRING_(x) #x
 #define SWIFTAPEX_STRING(x) SWIFTAPEX_STRING_(x)
 
-namespace swiftapex {
-namespace SWIFTAPEX_ISA {
-namespace {
-
-#include "kernels_cpu/read_stream.h"
-
-}  // namespace
+namespace swiftapex::SWIFTAPEX_ISA {
 
 const KernelTable* kernels() {
     static const KernelTable table = {
-        SWIFTAPEX_STRING(SWIFTAPEX_ISA), {}, {}, {}, {}, read_stream,
+        SWIFTAPEX_STRING(SWIFTAPEX_ISA),
+        {linear<FmaDot<float>>, linear<FmaDot<Half>>, linear<FmaDot<BFloat16>>},
+        {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},
+        {rope<float>, rope<Half>, rope<BFloat16>},
+        {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},
+        read_stream,
     };
     return &table;
 }
 
-}  // namespace SWIFTAPEX_ISA
-}  // namespace swiftapex
+}  // namespace swiftapex::SWIFTAPEX_ISA

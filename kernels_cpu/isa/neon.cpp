@@ -1,2 +1,3 @@
 #define SWIFTAPEX_ISA neon
+#define SWIFTAPEX_SIMD "kernels_cpu/simd/neon.h"
 #include "kernels_cpu/isa/kernels.h"
