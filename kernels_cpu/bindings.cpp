@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <stdexcept>
 #include <string>
 
 #include "kernels_cpu/dispatch.h"
@@ -36,14 +35,6 @@ void bind_dispatch(py::module_& module) {
     module.def("available_isas", &available_isas, "Names, worst first.");
     module.def("set_isa_cap", &set_isa_cap, py::arg("isa"),
                "Process-wide upper limit of the instruction set; an empty name lifts it.");
-}
-
-// Python passes 0 for float32, 1 for float16, 2 for bfloat16.
-DType dtype_of(int number) {
-    if (number < 0 || number >= kNumDTypes) {
-        throw std::invalid_argument("unknown dtype number " + std::to_string(number));
-    }
-    return static_cast<DType>(number);
 }
 
 using Address = uintptr_t;  // of a tensor's first element; 0: none
@@ -133,4 +124,5 @@ PYBIND11_MODULE(_kernels_cpu, module) {
     swiftapex::bind_dispatch(module);
     swiftapex::bind_linear(module);
     swiftapex::bind_elementwise(module);
+    swiftapex::bind_paged_decode_attention(module);
 }

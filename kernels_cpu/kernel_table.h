@@ -57,6 +57,9 @@ struct ReadStreamArgs {
     uint64_t* partial;  // [num_threads], 64 bytes apart
 };
 
+struct DecodeAttentionArgs;  // paged_decode_attention_types.h
+struct DecodePlanView;
+
 struct KernelTable {
     const char* isa;
     // linear: `scratch` holds linear_scratch_bytes(n, in), aligned to 64, one per thread.
@@ -65,6 +68,12 @@ struct KernelTable {
     void (*rope[kNumDTypes])(const RopeArgs&, int thread, int num_threads);
     void (*silu_mul[kNumDTypes])(const SiluMulArgs&, int thread, int num_threads);
     void (*read_stream)(const ReadStreamArgs&, int thread, int num_threads);
+    // By KV dtype. `scratch`: see paged_decode_attention.cpp, aligned to 64, one per thread. The
+    // merge must not begin before every thread has finished its pieces.
+    void (*decode_pieces[kNumDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
+                                      void* scratch, int thread);
+    void (*decode_merge[kNumDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
+                                     void* scratch, int thread, int num_threads);
 };
 
 }  // namespace swiftapex

@@ -7,6 +7,8 @@
 #include "kernels_cpu/elementwise.h"
 #include "kernels_cpu/kernel_table.h"
 #include "kernels_cpu/linear.h"
+#include "kernels_cpu/linear_bfloat16.h"
+#include "kernels_cpu/paged_decode_attention_kernel.h"
 #include "kernels_cpu/read_stream.h"
 
 #define SWIFTAPEX_STRING_(x) #x
@@ -17,11 +19,13 @@ namespace swiftapex::SWIFTAPEX_ISA {
 const KernelTable* kernels() {
     static const KernelTable table = {
         SWIFTAPEX_STRING(SWIFTAPEX_ISA),
-        {linear<FmaDot<float>>, linear<FmaDot<Half>>, linear<FmaDot<BFloat16>>},
+        {linear<FmaDot<float>>, linear<FmaDot<Half>>, linear_bfloat16},
         {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},
         {rope<float>, rope<Half>, rope<BFloat16>},
         {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},
         read_stream,
+        {decode_pieces<float>, decode_pieces<Half>, decode_pieces<BFloat16>},
+        {decode_merge<float>, decode_merge<Half>, decode_merge<BFloat16>},
     };
     return &table;
 }

@@ -1,6 +1,12 @@
 // The interface of scalar.h in AVX-512 (F, BW, DQ, VL).
 #pragma once
 
+// GCC 12 warns about the undefined operands inside its own intrinsics.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
 #include <immintrin.h>
 
 #include "kernels_cpu/simd/types.h"

@@ -1,0 +1,53 @@
+// Paged decode attention on the CPU: appends one token per row to its blocks and attends to the
+// row's whole context. Memory is read once: the query heads of a group share every K and V.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels_cpu/paged_decode_attention_types.h"
+#include "kernels_cpu/thread_pool.h"
+
+namespace swiftapex {
+
+// Who attends to what: equal numbers of bytes for each thread. It depends on the contexts but not
+// on the layer, so one plan serves all layers of a pass, one call at a time.
+class DecodePlan {
+  public:
+    // context_lens [rows]: tokens of each row including its new one; 0: an empty row, whose output
+    // is zero and to which nothing is appended.
+    DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int block_size,
+               int num_threads);
+
+    // Makes room for the partial results of split rows; call it before view().
+    void reserve(int q_heads, int head_dim);
+    DecodePlanView view();
+
+    int rows() const { return rows_; }
+    int kv_heads() const { return kv_heads_; }
+    int block_size() const { return block_size_; }
+    int num_threads() const { return num_threads_; }
+    int max_blocks() const { return max_blocks_; }  // of one row
+    const std::vector<DecodePiece>& pieces() const { return pieces_; }
+
+  private:
+    void add_row(int row, int context, int head_begin, int head_end);
+    void join_split_rows();
+
+    int rows_, kv_heads_, block_size_, num_threads_;
+    int max_blocks_ = 0;
+    std::vector<DecodePiece> pieces_;
+    std::vector<int32_t> piece_begin_;
+    std::vector<DecodeMerge> merges_;
+    int64_t num_merge_heads_ = 0;
+    int64_t num_slots_ = 0;  // kv heads of all unfinished pieces
+    std::vector<float> values_, maxima_, sums_;
+    double part_weight_ = 0;  // of each thread: kv heads times tokens
+    double position_ = 0;     // on the line, while it is cut
+};
+
+// Throws std::invalid_argument where args and plan do not fit each other or the kernel. The
+// result is the same, bit by bit, for the same plan.
+void paged_decode_attention(ThreadPool& pool, DecodePlan& plan, const DecodeAttentionArgs& args);
+
+}  // namespace swiftapex

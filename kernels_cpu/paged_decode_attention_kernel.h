@@ -1,0 +1,331 @@
+// Paged decode attention: a thread's pieces, and the merge of split rows. Included by
+// every isa/<name>.cpp.
+//
+// A piece walks its blocks in the outer loop and the kv heads inside, so that it reads memory in
+// the order in which it lies there: [block][kv_head][K|V][token][head_dim].
+#pragma once
+
+#include "kernels_cpu/paged_decode_attention_tile.h"
+#include "kernels_cpu/paged_decode_attention_types.h"
+
+namespace swiftapex::SWIFTAPEX_ISA {
+
+// A thread's working memory for one piece, in float32; H: q heads of the piece.
+struct DecodeScratch {
+    float* q;       // [H, padded head_dim], scaled to logits in base 2, in T's pair order
+    float* values;  // [H, padded head_dim], unnormalised
+    float* maxima;  // [H * kWidth]: a tile's lanes begin at its first head
+    float* sums;    // [H * kWidth]
+    float* scores;  // [kMaxBlockSize * 8]
+};
+
+inline DecodeScratch decode_scratch(const DecodeAttentionArgs& args, void* memory) {
+    const int64_t rows = int64_t(args.q_heads) * padded_head_dim(args.head_dim);
+    const int64_t lanes = int64_t(args.q_heads) * kWidth;
+    float* p = static_cast<float*>(memory);
+    return {p, p + rows, p + 2 * rows, p + 2 * rows + lanes, p + 2 * rows + 2 * lanes};
+}
+
+// At most 4 heads in a tile, and tiles of one group as even as possible: 5 = 3 + 2, 6 = 3 + 3.
+constexpr int kMaxTileHeads = 4;
+
+struct TileArgs {
+    const void* k;  // planes [block_size, head_dim]
+    const void* v;
+    int64_t next_k;  // bytes from this V plane to the K plane that is read after it; 0: none
+    int head_dim, padded, tokens, group;
+    float *q, *values, *maxima, *sums, *scores;  // of this kv head's first query head
+};
+
+// Query heads [first, first + Heads) of the group. Only the first tile prefetches.
+template <int Heads, class T>
+inline void attend_heads(const TileArgs& tile, int first) {
+    const T* k = static_cast<const T*>(tile.k);
+    const T* v = static_cast<const T*>(tile.v);
+    const int64_t to_v =
+        first == 0 ? reinterpret_cast<const char*>(v) - reinterpret_cast<const char*>(k) : 0;
+    const int64_t to_next = first == 0 ? tile.next_k : 0;
+    const int64_t offset = int64_t(first) * tile.padded;
+    alignas(64) float rescale[TileShape<Heads>::kLanes];
+    score_tokens<Heads>(k, tile.head_dim, tile.tokens, tile.q + offset, tile.padded, to_v,
+                        tile.scores);
+    softmax_tokens<Heads>(tile.scores, tile.tokens, tile.maxima + first * kWidth,
+                          tile.sums + first * kWidth, rescale);
+    add_values<Heads>(v, tile.head_dim, tile.tokens, tile.scores, rescale, to_next,
+                      tile.values + offset, tile.padded);
+}
+
+template <class T>
+inline void attend_tile(const TileArgs& tile) {
+    const int tiles = (tile.group + kMaxTileHeads - 1) / kMaxTileHeads;
+    for (int i = 0; i < tiles; ++i) {
+        const int first = tile.group * i / tiles;
+        switch (tile.group * (i + 1) / tiles - first) {
+            case 1:
+                attend_heads<1, T>(tile, first);
+                break;
+            case 2:
+                attend_heads<2, T>(tile, first);
+                break;
+            case 3:
+                attend_heads<3, T>(tile, first);
+                break;
+            default:
+                attend_heads<4, T>(tile, first);
+                break;
+        }
+    }
+}
+
+// Rows of one head between a tensor and float32 in T's pair order; A: the tensor's dtype.
+template <class T, class A>
+inline void read_head(const A* x, int head_dim, float scale, float* y) {
+    const F32 factor = set1(scale);
+    for (int d = 0; d < head_dim; d += kPair) {
+        const int n = head_dim - d < kPair ? head_dim - d : kPair;
+        F32 a = load_partial(x + d, n < kWidth ? n : kWidth);
+        F32 b = n > kWidth ? load_partial(x + d + kWidth, n - kWidth) : zero();
+        a = mul(a, factor);
+        b = mul(b, factor);
+        split_pair<T>(a, b);
+        store(y + d, a);
+        store(y + d + kWidth, b);
+    }
+}
+
+template <class T, class A>
+inline void write_head(const float* x, int head_dim, float scale, A* y) {
+    const F32 factor = set1(scale);
+    for (int d = 0; d < head_dim; d += kPair) {
+        const int n = head_dim - d < kPair ? head_dim - d : kPair;
+        F32 a = mul(load(x + d), factor), b = mul(load(x + d + kWidth), factor);
+        join_pair<T>(a, b);
+        store_partial(y + d, n < kWidth ? n : kWidth, a);
+        if (n > kWidth) store_partial(y + d + kWidth, n - kWidth, b);
+    }
+}
+
+template <class T, class A>
+inline void convert_head(const A* x, int head_dim, T* y) {
+    for (int d = 0; d < head_dim; d += kWidth) {
+        const int n = head_dim - d < kWidth ? head_dim - d : kWidth;
+        store_partial(y + d, n, load_partial(x + d, n));
+    }
+}
+
+// T: dtype of KV, A: of q, k, v and out.
+template <class T, class A>
+struct DecodePieceRunner {
+    const DecodeAttentionArgs& args;
+    const DecodePlanView& plan;
+    const DecodeScratch scratch;
+
+    int group() const { return args.q_heads / args.kv_heads; }
+    int padded() const { return padded_head_dim(args.head_dim); }
+
+    // The K plane of a block and kv head; its V plane follows.
+    T* plane(const DecodePiece& piece, int block, int head) const {
+        const int64_t id = args.block_table[piece.row * args.block_table_stride + block];
+        const int64_t plane_size = int64_t(args.block_size) * args.head_dim;
+        return static_cast<T*>(args.kv) + (id * args.kv_heads + head) * 2 * plane_size;
+    }
+
+    void begin(const DecodePiece& piece) const {
+        const A* q = static_cast<const A*>(args.q) + piece.row * args.q_stride;
+        const int first = piece.head_begin * group();
+        const int heads = (piece.head_end - piece.head_begin) * group();
+        const float scale = args.scale * 1.44269504088896341f;  // log2(e)
+        for (int h = 0; h < heads; ++h) {
+            read_head<T>(q + int64_t(first + h) * args.head_dim, args.head_dim, scale,
+                         scratch.q + int64_t(h) * padded());
+            store(scratch.maxima + h * kWidth, set1(-kInfinity));
+            store(scratch.sums + h * kWidth, zero());
+        }
+        for (int64_t i = 0; i < int64_t(heads) * padded(); i += kWidth) {
+            store(scratch.values + i, zero());
+        }
+    }
+
+    // Just before the block is read, when most of its lines are on their way already.
+    void append(const DecodePiece& piece, int head, T* k_plane) const {
+        const int64_t position = (piece.token_end - 1) % args.block_size;
+        const int64_t source = int64_t(head) * args.head_dim;
+        T* k = k_plane + position * args.head_dim;
+        T* v = k + int64_t(args.block_size) * args.head_dim;
+        convert_head(static_cast<const A*>(args.k) + piece.row * args.k_stride + source,
+                     args.head_dim, k);
+        convert_head(static_cast<const A*>(args.v) + piece.row * args.v_stride + source,
+                     args.head_dim, v);
+    }
+
+    // next: the first K plane of the thread's next piece, or null.
+    void attend(const DecodePiece& piece, const T* next) const {
+        const int64_t plane_size = int64_t(args.block_size) * args.head_dim;
+        const int block_end = (piece.token_end + args.block_size - 1) / args.block_size;
+        for (int block = piece.token_begin / args.block_size; block < block_end; ++block) {
+            const int left = piece.token_end - block * args.block_size;
+            const int tokens = left < args.block_size ? left : args.block_size;
+            for (int head = piece.head_begin; head < piece.head_end; ++head) {
+                T* k = plane(piece, block, head);
+                const T* following = head + 1 < piece.head_end ? k + 2 * plane_size
+                                     : block + 1 < block_end
+                                         ? plane(piece, block + 1, piece.head_begin)
+                                         : next;
+                if (piece.appends && block + 1 == block_end) append(piece, head, k);
+                attend_plane(piece, k, following, tokens, head);
+            }
+        }
+    }
+
+    void attend_plane(const DecodePiece& piece, const T* k, const T* following, int tokens,
+                      int head) const {
+        const T* v = k + int64_t(args.block_size) * args.head_dim;
+        const int64_t to_next = following == nullptr ? 0
+                                                     : reinterpret_cast<intptr_t>(following) -
+                                                           reinterpret_cast<intptr_t>(v);
+        const int64_t h = int64_t(head - piece.head_begin) * group();
+        attend_tile<T>({k, v, to_next, args.head_dim, padded(), tokens, group(),
+                        scratch.q + h * padded(), scratch.values + h * padded(),
+                        scratch.maxima + h * kWidth, scratch.sums + h * kWidth, scratch.scores});
+    }
+
+    // Where a tile keeps the state of one query head: the lanes of the tile, its place in them.
+    template <int Heads>
+    void head_state(int tile_first, int h, float& maximum, float& sum) const {
+        constexpr int kTokens = TileShape<Heads>::kTokens;
+        const int64_t lanes = int64_t(tile_first) * kWidth + h * kTokens;
+        maximum = scratch.maxima[lanes];
+        sum = 0.0f;
+        for (int t = 0; t < kTokens; ++t) sum += scratch.sums[lanes + t];
+    }
+
+    void state(int h, float& maximum, float& sum) const {
+        const int tiles = (group() + kMaxTileHeads - 1) / kMaxTileHeads;
+        const int base = h / group() * group(), in_group = h % group();
+        int i = 0;
+        while (group() * (i + 1) / tiles <= in_group) ++i;
+        const int first = group() * i / tiles, place = in_group - first;
+        switch (group() * (i + 1) / tiles - first) {
+            case 1:
+                return head_state<1>(base + first, place, maximum, sum);
+            case 2:
+                return head_state<2>(base + first, place, maximum, sum);
+            case 3:
+                return head_state<3>(base + first, place, maximum, sum);
+            default:
+                return head_state<4>(base + first, place, maximum, sum);
+        }
+    }
+
+    void finish(const DecodePiece& piece) const {
+        A* out = static_cast<A*>(args.out) + piece.row * args.out_stride;
+        const int first = piece.head_begin * group();
+        const int heads = (piece.head_end - piece.head_begin) * group();
+        for (int h = 0; h < heads; ++h) {
+            float maximum, sum;
+            state(h, maximum, sum);
+            const float* values = scratch.values + int64_t(h) * padded();
+            if (piece.slot < 0) {
+                const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;  // an empty row gives zeros
+                write_head<T>(values, args.head_dim, factor,
+                              out + int64_t(first + h) * args.head_dim);
+                continue;
+            }
+            const int64_t slot = piece.slot * group() + h;
+            plan.maxima[slot] = maximum;
+            plan.sums[slot] = sum;
+            float* kept = plan.values + slot * padded();
+            for (int d = 0; d < padded(); d += kWidth) store(kept + d, load(values + d));
+        }
+    }
+
+    void run(int thread) const {
+        const int end = plan.piece_begin[thread + 1];
+        for (int i = plan.piece_begin[thread]; i < end; ++i) {
+            const DecodePiece& piece = plan.pieces[i];
+            const bool more = i + 1 < end && plan.pieces[i + 1].token_end > 0;
+            begin(piece);
+            attend(piece, more ? plane(plan.pieces[i + 1],
+                                       plan.pieces[i + 1].token_begin / args.block_size,
+                                       plan.pieces[i + 1].head_begin)
+                               : nullptr);
+            finish(piece);
+        }
+    }
+
+    // One query head of a split row: 2^(maximum - highest) weighs each piece's sum and values.
+    void merge_head(const DecodeMerge& merge, int h) const {
+        const int64_t step = int64_t(merge.head_end - merge.head_begin) * group();
+        const int64_t first = merge.slot * group() + h;
+        float highest = -kInfinity;
+        for (int i = 0; i < merge.num_pieces; ++i) {
+            const float maximum = plan.maxima[first + i * step];
+            if (maximum > highest) highest = maximum;
+        }
+        float total = 0.0f;
+        for (int d = 0; d < padded(); d += kWidth) store(scratch.values + d, zero());
+        for (int i = 0; i < merge.num_pieces; ++i) {
+            const int64_t slot = first + i * step;
+            const F32 weight = exp2(set1(plan.maxima[slot] - highest));
+            float lanes[kWidth];
+            store(lanes, weight);
+            total += lanes[0] * plan.sums[slot];
+            const float* values = plan.values + slot * padded();
+            for (int d = 0; d < padded(); d += kWidth) {
+                store(scratch.values + d, fma(weight, load(values + d), load(scratch.values + d)));
+            }
+        }
+        const int64_t q_head = int64_t(merge.head_begin) * group() + h;
+        write_head<T>(
+            scratch.values, args.head_dim, 1.0f / total,
+            static_cast<A*>(args.out) + merge.row * args.out_stride + q_head * args.head_dim);
+    }
+
+    // The kv heads of all merges lie on one line, of which each thread takes an equal length.
+    void merge(int thread, int num_threads) const {
+        int64_t begin = plan.num_merge_heads * thread / num_threads;
+        int64_t end = plan.num_merge_heads * (thread + 1) / num_threads;
+        for (int i = 0; i < plan.num_merges && end > 0; ++i) {
+            const DecodeMerge& merge = plan.merges[i];
+            const int64_t heads = merge.head_end - merge.head_begin;
+            const int64_t last = end < heads ? end : heads;
+            for (int64_t h = begin > 0 ? begin : 0; h < last; ++h) {
+                for (int g = 0; g < group(); ++g) merge_head(merge, int(h) * group() + g);
+            }
+            begin -= heads;
+            end -= heads;
+        }
+    }
+};
+
+// Calls body(runner) with the runner for the activations' dtype.
+template <class T, class Body>
+inline void with_decode_runner(const DecodeAttentionArgs& args, const DecodePlanView& plan,
+                               void* scratch, Body body) {
+    const DecodeScratch memory = decode_scratch(args, scratch);
+    switch (args.dtype) {
+        case kFloat32:
+            return body(DecodePieceRunner<T, float>{args, plan, memory});
+        case kFloat16:
+            return body(DecodePieceRunner<T, Half>{args, plan, memory});
+        case kBFloat16:
+            return body(DecodePieceRunner<T, BFloat16>{args, plan, memory});
+    }
+}
+
+template <class T>
+void decode_pieces(const DecodeAttentionArgs& args, const DecodePlanView& plan, void* scratch,
+                   int thread) {
+    with_decode_runner<T>(args, plan, scratch,
+                          [thread](const auto& runner) { runner.run(thread); });
+}
+
+template <class T>
+void decode_merge(const DecodeAttentionArgs& args, const DecodePlanView& plan, void* scratch,
+                  int thread, int num_threads) {
+    with_decode_runner<T>(args, plan, scratch, [thread, num_threads](const auto& runner) {
+        runner.merge(thread, num_threads);
+    });
+}
+
+}  // namespace swiftapex::SWIFTAPEX_ISA

@@ -1,0 +1,219 @@
+// The inner loops of paged decode attention. Included by every isa/<name>.cpp.
+//
+// A tile is one K plane and one V plane [tokens, head_dim] with `Heads` query heads of the group
+// that shares them, so K and V are read from memory and converted once for these heads. Scores
+// lie as [tokens / kTokens][head][kTokens]: a vector holds kTokens tokens of several heads.
+#pragma once
+
+#include SWIFTAPEX_SIMD
+
+namespace swiftapex::SWIFTAPEX_ISA {
+
+constexpr int kPair = 2 * kWidth;
+constexpr float kInfinity = __builtin_inff();
+
+template <int Heads>
+struct TileShape {
+    // With four lanes a vector is one head's; wider ones are shared, padded to a power of two.
+    static constexpr int kPadded = kWidth == 4 || Heads <= 2 ? Heads : Heads <= 4 ? 4 : 8;
+    static constexpr int kTokens = kWidth == 4 ? 4 : kWidth / kPadded;
+    static constexpr int kVectors = kPadded * kTokens / kWidth;
+    static constexpr int kLanes = kVectors * kWidth;
+    // Vector pairs of the output that stay in registers while V is read, for all heads.
+    static constexpr int kPairs = kRegisters == 32 ? (Heads <= 2   ? 4
+                                                      : Heads <= 4 ? 2
+                                                                   : 1)
+                                                   : (Heads == 1   ? 4
+                                                      : Heads == 2 ? 2
+                                                                   : 1);
+};
+
+// Position of the score of head 0 and a token; that of head h lies h * kTokens further.
+template <int Heads>
+inline int score_index(int token) {
+    using Shape = TileShape<Heads>;
+    return token / Shape::kTokens * Shape::kLanes + token % Shape::kTokens;
+}
+
+// Asks for the bytes that lie `ahead` bytes after [p, p + kPair): as this plane is read, the next
+// one arrives.
+template <class T>
+inline void prefetch_pair(const T* p, int64_t ahead) {
+    const char* address = reinterpret_cast<const char*>(p) + ahead;
+    for (int i = 0; i < int(kPair * sizeof(T)); i += 64) prefetch(address + i);
+}
+
+// acc[h][t] += q[h] * k[t] for one vector pair.
+template <int Heads, bool Partial, class T>
+inline void score_pair(const T* k, int64_t head_dim, int n, const float* q, int q_stride,
+                       F32* acc) {
+    constexpr int kTokens = TileShape<Heads>::kTokens;
+    F32 k0[kTokens], k1[kTokens];
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) {
+        if constexpr (Partial) {
+            load_pair_partial(k + t * head_dim, n, k0[t], k1[t]);
+        } else {
+            load_pair(k + t * head_dim, k0[t], k1[t]);
+        }
+        if constexpr (Heads <= 2) {  // q stays in registers, K passes
+#pragma GCC unroll 2
+            for (int h = 0; h < Heads; ++h) {
+                F32& sum = acc[h * kTokens + t];
+                sum = fma(k0[t], load(q + h * q_stride), sum);
+                sum = fma(k1[t], load(q + h * q_stride + kWidth), sum);
+            }
+        }
+    }
+    if constexpr (Heads > 2) {  // K stays in registers, q passes
+#pragma GCC unroll 8
+        for (int h = 0; h < Heads; ++h) {
+            const F32 q0 = load(q + h * q_stride), q1 = load(q + h * q_stride + kWidth);
+#pragma GCC unroll 16
+            for (int t = 0; t < kTokens; ++t) {
+                F32& sum = acc[h * kTokens + t];
+                sum = fma(k0[t], q0, sum);
+                sum = fma(k1[t], q1, sum);
+            }
+        }
+    }
+}
+
+// scores = q * k for `tokens` tokens, rounded up to whole vectors: the surplus reads rows of the
+// block that hold no tokens yet, and what it writes means nothing.
+template <int Heads, class T>
+inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, int q_stride,
+                         int64_t ahead, float* scores) {
+    using Shape = TileShape<Heads>;
+    const int whole = head_dim / kPair * kPair;
+    for (int token = 0; token < tokens; token += Shape::kTokens) {
+        const T* rows = k + int64_t(token) * head_dim;
+        F32 acc[Shape::kLanes];
+#pragma GCC unroll 32
+        for (int i = 0; i < Shape::kLanes; ++i) acc[i] = zero();
+        for (int d = 0; d < whole; d += kPair) {
+            if (ahead != 0) {
+#pragma GCC unroll 16
+                for (int t = 0; t < Shape::kTokens; ++t) {
+                    prefetch_pair(rows + t * head_dim + d, ahead);
+                }
+            }
+            score_pair<Heads, false>(rows + d, head_dim, 0, q + d, q_stride, acc);
+        }
+        if (whole < head_dim) {
+            score_pair<Heads, true>(rows + whole, head_dim, head_dim - whole, q + whole, q_stride,
+                                    acc);
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < Shape::kVectors; ++v) {
+            store(scores + v * kWidth,
+                  transpose_sum(reinterpret_cast<F32(&)[kWidth]>(acc[v * kWidth])));
+        }
+        scores += Shape::kLanes;
+    }
+}
+
+// Maximum over each run of kTokens lanes, in all of them.
+template <int Tokens>
+inline F32 max_over_tokens(F32 x) {
+    if constexpr (Tokens > 8) x = max(x, swap_lanes<8>(x));
+    if constexpr (Tokens > 4) x = max(x, swap_lanes<4>(x));
+    if constexpr (Tokens > 2) x = max(x, swap_lanes<2>(x));
+    if constexpr (Tokens > 1) x = max(x, swap_lanes<1>(x));
+    return x;
+}
+
+// Turns scores into 2^(score - maximum) with the running maximum. `maximum` and `sum` are the
+// state of the heads, one vector of lanes each: the maximum is the same in a head's lanes, the
+// sum is spread over them. `rescale` gets what earlier sums and values must be multiplied by.
+template <int Heads>
+inline void softmax_tokens(float* scores, int tokens, float* maximum, float* sum, float* rescale) {
+    using Shape = TileShape<Heads>;
+    const int vectors_end = (tokens + Shape::kTokens - 1) / Shape::kTokens * Shape::kLanes;
+    for (int t = tokens; t % Shape::kTokens != 0; ++t) {
+        for (int h = 0; h < Shape::kPadded; ++h) {
+            scores[score_index<Heads>(t) + h * Shape::kTokens] = -kInfinity;
+        }
+    }
+    for (int v = 0; v < Shape::kLanes; v += kWidth) {
+        F32 highest = load(scores + v);
+        for (int i = v + Shape::kLanes; i < vectors_end; i += Shape::kLanes) {
+            highest = max(highest, load(scores + i));
+        }
+        const F32 before = load(maximum + v);
+        const F32 now = max(before, max_over_tokens<Shape::kTokens>(highest));
+        const F32 factor = exp2(sub(before, now));
+        F32 total = mul(load(sum + v), factor);
+        for (int i = v; i < vectors_end; i += Shape::kLanes) {
+            const F32 weight = exp2(sub(load(scores + i), now));
+            store(scores + i, weight);
+            total = add(total, weight);
+        }
+        store(maximum + v, now);
+        store(sum + v, total);
+        store(rescale + v, factor);
+    }
+}
+
+// values[h] = values[h] * rescale[h] + sum over tokens of weight[h][t] * v[t], for `Pairs` vector
+// pairs of the head dimension. `v` and `values` point at the first of them.
+template <int Heads, int Pairs, bool Partial, class T>
+inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const float* weights,
+                            const float* rescale, int64_t ahead, float* values, int stride) {
+    using Shape = TileShape<Heads>;
+    F32 acc[Heads][2 * Pairs];
+#pragma GCC unroll 8
+    for (int h = 0; h < Heads; ++h) {
+        const F32 factor = set1(rescale[h * Shape::kTokens]);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * Pairs; ++i) {
+            acc[h][i] = mul(load(values + h * stride + i * kWidth), factor);
+        }
+    }
+    for (int t = 0; t < tokens; ++t) {
+        const T* row = v + int64_t(t) * head_dim;
+        const float* weight = weights + score_index<Heads>(t);
+        F32 x[2 * Pairs];
+#pragma GCC unroll 4
+        for (int p = 0; p < Pairs; ++p) {
+            if constexpr (Partial) {
+                load_pair_partial(row, n, x[0], x[1]);
+            } else {
+                load_pair(row + p * kPair, x[2 * p], x[2 * p + 1]);
+                if (ahead != 0) prefetch_pair(row + p * kPair, ahead);
+            }
+        }
+#pragma GCC unroll 8
+        for (int h = 0; h < Heads; ++h) {
+            const F32 w = set1(weight[h * Shape::kTokens]);
+#pragma GCC unroll 8
+            for (int i = 0; i < 2 * Pairs; ++i) acc[h][i] = fma(w, x[i], acc[h][i]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < Heads; ++h) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * Pairs; ++i) store(values + h * stride + i * kWidth, acc[h][i]);
+    }
+}
+
+template <int Heads, class T>
+inline void add_values(const T* v, int head_dim, int tokens, const float* weights,
+                       const float* rescale, int64_t ahead, float* values, int stride) {
+    constexpr int kPairs = TileShape<Heads>::kPairs;
+    int d = 0;
+    for (; d + kPairs * kPair <= head_dim; d += kPairs * kPair) {
+        add_value_pairs<Heads, kPairs, false>(v + d, head_dim, 0, tokens, weights, rescale, ahead,
+                                              values + d, stride);
+    }
+    for (; d + kPair <= head_dim; d += kPair) {
+        add_value_pairs<Heads, 1, false>(v + d, head_dim, 0, tokens, weights, rescale, ahead,
+                                         values + d, stride);
+    }
+    if (d < head_dim) {
+        add_value_pairs<Heads, 1, true>(v + d, head_dim, head_dim - d, tokens, weights, rescale, 0,
+                                        values + d, stride);
+    }
+}
+
+}  // namespace swiftapex::SWIFTAPEX_ISA

@@ -1,0 +1,63 @@
+// Attention of decode rows over paged KV: what a call and a plan consist of. Included by code of
+// every instruction set: types only, nothing here may become machine code.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels_cpu/kernel_table.h"
+
+namespace swiftapex {
+
+// One layer's call. Row r has one new token: its k and v are appended to the row's blocks, then
+// its q attends to the row's whole context, the new token included. Strides count elements and
+// lie between rows; the heads of a row are contiguous.
+struct DecodeAttentionArgs {
+    const void* q;  // [rows, q_heads, head_dim]
+    const void* k;  // [rows, kv_heads, head_dim]
+    const void* v;
+    void* out;                   // [rows, q_heads, head_dim]
+    void* kv;                    // [blocks, kv_heads, K|V, block_size, head_dim] of this layer
+    const int32_t* block_table;  // [rows, width]; entries past the context are unread
+    int64_t q_stride, k_stride, v_stride, out_stride, block_table_stride;
+    int32_t q_heads, kv_heads, head_dim, block_size;
+    float scale;  // of q * k
+    DType dtype;  // of q, k, v and out
+    DType kv_dtype;
+};
+
+// A share of one row: a range of its kv heads over a range of its tokens. A thread walks its
+// pieces in order.
+struct DecodePiece {
+    int32_t row;
+    int32_t head_begin, head_end;    // kv heads
+    int32_t token_begin, token_end;  // token_begin lies on a block's edge; equal: an empty row
+    bool appends;                    // the row's new token is the last of this piece
+    int64_t slot;  // of its unnormalised result, counted in kv heads; -1: it is the whole result
+};
+
+// Pieces of the same row and heads whose results become one.
+struct DecodeMerge {
+    int32_t row;
+    int32_t head_begin, head_end;
+    int32_t num_pieces;
+    int64_t slot;  // of the first piece; the next one's is head_end - head_begin further
+};
+
+struct DecodePlanView {
+    const DecodePiece* pieces;
+    const int32_t* piece_begin;  // [threads + 1]: thread t has pieces [t] up to [t + 1]
+    const DecodeMerge* merges;
+    int32_t num_merges;
+    int64_t num_merge_heads;  // sum of their kv heads
+    // Unnormalised results, one row per q head: slot * group + g.
+    float* values;  // [.., padded_head_dim(head_dim)], in the order of the KV dtype's vector pairs
+    float* maxima;  // of the logits in base 2
+    float* sums;    // of 2^(logit - maximum)
+};
+
+// Rows of float32 in scratch memory are padded to whole vector pairs of every instruction set.
+constexpr int32_t padded_head_dim(int32_t head_dim) { return (head_dim + 31) / 32 * 32; }
+
+constexpr int32_t kMaxBlockSize = 128;
+
+}  // namespace swiftapex
