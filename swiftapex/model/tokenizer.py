@@ -119,25 +119,29 @@ def tokenizer_from_gguf_file(file: GgufFile) -> Tokenizer:
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer | None:
     """From tokenizer.json, else from a SentencePiece tokenizer.model by way of transformers.
-    None where the folder has neither. Raises ModelLoadError where they cannot be read."""
+    None where the folder has neither. Raises ModelLoadError where they cannot be read.
+
+    Whether BOS is added: `add_bos_token` of tokenizer_config.json, else what tokenizer.json does by
+    itself, else (SentencePiece) yes, as Llama's own code does."""
+    defaults: dict[str, Any] = {}
     if (folder / "tokenizer.json").is_file():
         try:
             core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises plain Exception
             raise ModelLoadError(f"{folder / 'tokenizer.json'}: cannot be read: {error}") from error
     elif (folder / "tokenizer.model").is_file():
-        core = _convert_sentencepiece(folder)
+        core, defaults = _convert_sentencepiece(folder)
     else:
         return None
     core.no_truncation()
     core.no_padding()
     settings = _read_json(folder / "tokenizer_config.json")
-    special = {**_read_json(folder / "special_tokens_map.json"), **settings}
+    special = {**defaults, **_read_json(folder / "special_tokens_map.json"), **settings}
     texts = {name: _token_text(special.get(name)) for name in ("bos_token", "eos_token")}
     ids = {name: core.token_to_id(text) for name, text in texts.items() if text is not None}
     with_special = core.encode("", add_special_tokens=True).ids  # what the file itself adds
     bos = ids.get("bos_token", with_special[0] if with_special else None)
-    adds = settings.get("add_bos_token")
+    adds = settings.get("add_bos_token", defaults.get("add_bos_token"))
     if adds is None:
         adds = bool(with_special) and with_special[0] == bos
     eos_id = ids.get("eos_token")
@@ -148,17 +152,20 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer | None:
     return Tokenizer(core, bos, eos, bool(adds), chat)
 
 
-def _convert_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
+def _convert_sentencepiece(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer, and what the SentencePiece model says where no settings file does."""
     from transformers import AutoTokenizer  # slow to import, and needed only here
 
     try:
-        core: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+        converted = AutoTokenizer.from_pretrained(str(folder))
+        core: tokenizers.Tokenizer = converted.backend_tokenizer
     except Exception as error:
         raise ModelLoadError(
             f"{folder / 'tokenizer.model'}: cannot be read (it must be a SentencePiece model, and "
             f"the packages sentencepiece and protobuf must be installed): {error}"
         ) from error
-    return core
+    names = dict(bos_token=converted.bos_token, eos_token=converted.eos_token)
+    return core, names | dict(add_bos_token=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
