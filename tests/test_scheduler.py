@@ -9,12 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftapex.core.errors import RequestError
 from swiftapex.core.plan import StepPlan
-from swiftapex.core.request import Placement, Request, RequestState, SamplingParams
+from swiftapex.core.request import SIDES, Placement, Request, RequestState, SamplingParams
 from swiftapex.engine.admission import fit_sampling
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.policies import make_policy
 from swiftapex.scheduler.queue import RequestQueue
-from swiftapex.scheduler.state import Limits, SchedulerState
+from swiftapex.scheduler.draft import Limits
+from swiftapex.scheduler.state import SchedulerState
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -29,7 +30,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def used(self, side: Placement) -> int:
         return sum(-(-n // 4) for where, n in self.tokens.values() if where is side)
 
-    @rule(side=st.sampled_from(Placement), num_tokens=st.integers(0, 40))
+    @rule(side=st.sampled_from(SIDES), num_tokens=st.integers(0, 40))
     def allocate(self, side: Placement, num_tokens: int) -> None:
         request_id, self.next_id = self.next_id, self.next_id + 1
         fits = self.used(side) + -(-num_tokens // 4) <= self.blocks.num_total(side)
@@ -61,6 +62,24 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.blocks.append(request_id, num_tokens + more)
             assert self.blocks.owned(request_id) == before
 
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), where=st.sampled_from(SIDES))
+    def move(self, data: st.DataObject, where: Placement) -> None:
+        target = where
+        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        side, num_tokens = self.tokens[request_id]
+        before = self.blocks.owned(request_id)
+        if side is target or not self.blocks.can_move(request_id, target):
+            with pytest.raises(ValueError):
+                self.blocks.begin_move(request_id, target)
+            return
+        free = self.blocks.num_free(side)
+        assert len(self.blocks.begin_move(request_id, target)) == len(before)
+        assert self.blocks.num_free(side) == free, "the copy still reads the old blocks"
+        self.blocks.check_integrity()
+        self.blocks.finish_move(request_id)
+        self.tokens[request_id] = (target, num_tokens)
+
     @rule(request_id=st.integers(0, 30))
     def free(self, request_id: int) -> None:
         self.blocks.free(request_id)
@@ -69,7 +88,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         self.blocks.check_integrity()
-        for side in Placement:
+        for side in SIDES:
             free = self.blocks.num_total(side) - self.used(side)
             assert self.blocks.num_free(side) == free
 
@@ -109,7 +128,7 @@ class Harness:
         request_id, self.next_id = self.next_id, self.next_id + 1
         try:
             sampling = fit_sampling(
-                SamplingParams(max_tokens=max_tokens), prompt_len, 10_000, self.blocks
+                SamplingParams(max_tokens=max_tokens), prompt_len, 10_000, self.state
             )
         except RequestError:
             self.refused += 1
@@ -127,6 +146,7 @@ class Harness:
         plan = self.policy.plan(self.state)
         self.check(plan)
         rows = [row for batch in plan.sub_batches for row in batch.rows]
+        self.state.settle(plan, frozenset())
         for row in rows:
             request = self.live[row.request_id]
             request.num_computed += row.num_tokens
@@ -134,8 +154,7 @@ class Harness:
                 request.output_ids.append(0)
                 if len(request.output_ids) == request.sampling.max_tokens:
                     self.state.finish(self.live.pop(row.request_id))
-        self.blocks.check_integrity()
-        self.queue.check_integrity()
+        self.state.check_integrity()
         return len(rows)
 
     def check(self, plan: StepPlan) -> None:
@@ -207,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             assert self.harness.step() > 0
         assert not self.harness.live, "a request starves"
-        for side in Placement:
+        for side in SIDES:
             total = self.harness.blocks.num_total(side)
             assert self.harness.blocks.num_free(side) == total
 
@@ -256,14 +275,14 @@ def test_preempted_request_keeps_its_output_and_its_place() -> None:
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
-    blocks = BlockManager({Placement.GPU: 4}, 4)
+    state = Harness(gpu_blocks=4, block_size=4, rows=8, tokens=64).state
     with pytest.raises(RequestError, match=r"need 5 KV blocks of 4 tokens, 4 exist"):
-        fit_sampling(SamplingParams(max_tokens=8), 10, 10_000, blocks)
-    assert fit_sampling(SamplingParams(max_tokens=7), 10, 10_000, blocks).max_tokens == 7
+        fit_sampling(SamplingParams(max_tokens=8), 10, 10_000, state)
+    assert fit_sampling(SamplingParams(max_tokens=7), 10, 10_000, state).max_tokens == 7
 
 
 def test_max_tokens_is_cut_to_the_models_length() -> None:
-    blocks = BlockManager({Placement.GPU: 100}, 4)
-    assert fit_sampling(SamplingParams(max_tokens=50), 10, 32, blocks).max_tokens == 22
+    state = Harness(gpu_blocks=100, block_size=4, rows=8, tokens=64).state
+    assert fit_sampling(SamplingParams(max_tokens=50), 10, 32, state).max_tokens == 22
     with pytest.raises(RequestError, match="at most 31"):
-        fit_sampling(SamplingParams(max_tokens=1), 32, 32, blocks)
+        fit_sampling(SamplingParams(max_tokens=1), 32, 32, state)

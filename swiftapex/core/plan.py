@@ -33,13 +33,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class SubBatch:
-    """Rows that go through the linear layers together: decodes first, then prefill chunks."""
+    """Rows that go through the linear layers together, in the order of `row_order`."""
 
     rows: tuple[Row, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+
+def row_order(row: Row) -> int:
+    """Rows whose attention is computed by one call lie side by side: GPU decodes, GPU prefill
+    chunks, STAGING prefill chunks, CPU decodes."""
+    if row.placement is Placement.GPU:
+        return 0 if row.is_decode else 1
+    return 3 if row.is_decode else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +57,43 @@ class Admission:
     request_id: int
     prompt_len: int
     sampling: SamplingParams
+    last_token: int  # newest output token of a request that comes back after preemption, else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """All KV blocks of a request, over all layers, from one side to the other: source_blocks[i] to
+    target_blocks[i]. Retires within the iteration; the request has no row in it."""
+
+    request_id: int
+    source: Placement
+    target: Placement
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. Applied in the order: released, admitted, new_blocks, then the pipeline."""
+    """One iteration. Applied in the order: released, admitted, new_blocks, then moves beside the
+    pipeline.
+
+    `new_cohorts` are CPU decodes whose attention may outlive the iteration (asynchronous overlap);
+    each stays together until its token is complete.
+    """
 
     pipeline: str
     sub_batches: tuple[SubBatch, ...]
+    new_cohorts: tuple[SubBatch, ...] = ()
+    moves: tuple[Move, ...] = ()
     admitted: tuple[Admission, ...] = ()
     new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # appended per request
     released: tuple[int, ...] = ()  # finished, aborted or preempted since the last plan
+    dropped: tuple[int, ...] = ()  # aborted in flight: leave their cohort when it rejoins
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing new to compute (parked cohorts may still be on their way)."""
+        return not (self.moves or self.new_cohorts or any(b.rows for b in self.sub_batches))
 
 
 @dataclass(frozen=True, slots=True)

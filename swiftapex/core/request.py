@@ -10,10 +10,20 @@ from swiftapex.core.errors import RequestError
 
 
 class Placement(enum.Enum):
-    """The side on which a request's KV lies, whole."""
+    """Where a request's KV lies, whole. STAGING: it is being prefilled on the GPU, layer by layer
+    through a staging area, into blocks on the CPU."""
 
     GPU = "gpu"
     CPU = "cpu"
+    STAGING = "staging"
+
+    @property
+    def side(self) -> Placement:
+        """The pool that a request's blocks come from."""
+        return Placement.GPU if self is Placement.GPU else Placement.CPU
+
+
+SIDES = (Placement.GPU, Placement.CPU)
 
 
 class RequestState(enum.Enum):
@@ -84,6 +94,9 @@ class Request:
     token_times_s: list[float] = field(default_factory=list)
     num_computed: int = 0
     num_preemptions: int = 0
+    in_flight: bool = False  # a decode is parked in a pipeline: not to be moved, freed or preempted
+    moving: bool = False  # its KV is on the way to the other side
+    last_served: int = 0  # iteration in which it last had a row
     finish_reason: FinishReason | None = None
     error: str | None = None
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from swiftapex.core.errors import RequestError
-from swiftapex.core.request import Placement, SamplingParams
-from swiftapex.kv.block_manager import BlockManager
+from swiftapex.core.request import SamplingParams
+from swiftapex.scheduler.state import SchedulerState
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 
 def fit_sampling(
-    sampling: SamplingParams, prompt_len: int, max_model_len: int, blocks: BlockManager
+    sampling: SamplingParams, prompt_len: int, max_model_len: int, state: SchedulerState
 ) -> SamplingParams:
     """`sampling` with max_tokens cut to the model's length.
 
@@ -40,11 +40,11 @@ def fit_sampling(
             f"at most {max_model_len - 1} leave room for one new token"
         )
     max_tokens = min(sampling.max_tokens, room)
-    needed = blocks.blocks_for(prompt_len + max_tokens - 1)
-    available = max(blocks.num_total(side) for side in Placement)
-    if needed > available:
+    needed = state.blocks.blocks_for(prompt_len + max_tokens - 1)
+    if needed > state.most_blocks:
         raise RequestError(
             f"the request can never fit: {prompt_len} prompt tokens and up to {max_tokens} new ones "
-            f"need {needed} KV blocks of {blocks.block_size} tokens, {available} exist"
+            f"need {needed} KV blocks of {state.blocks.block_size} tokens, "
+            f"{state.most_blocks} exist on one side"
         )
     return dataclasses.replace(sampling, max_tokens=max_tokens)

@@ -22,7 +22,8 @@ from swiftapex.kv.block_manager import BlockManager
 from swiftapex.model.source import open_model
 from swiftapex.policies import make_policy
 from swiftapex.scheduler.queue import RequestQueue
-from swiftapex.scheduler.state import Limits, SchedulerState
+from swiftapex.scheduler.draft import Limits
+from swiftapex.scheduler.state import SchedulerState
 
 _EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
 
@@ -99,7 +100,7 @@ class Engine:
         with self._lock:
             self._check_alive()
             prompt_ids = check_prompt(self.encode(prompt, chat), self.model_config.vocab_size)
-            sampling = fit_sampling(sampling, len(prompt_ids), self.max_model_len, self._blocks)
+            sampling = fit_sampling(sampling, len(prompt_ids), self.max_model_len, self._state)
             if sampling.stop and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer, and this model has none")
             request_id, self._next_id = self._next_id, self._next_id + 1
@@ -221,11 +222,15 @@ class Engine:
     def _apply(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Books the plan's rows and the tokens that came of them."""
         now = time.perf_counter()
-        for sub_batch in plan.sub_batches:
-            for row in sub_batch.rows:
-                self._live[row.request_id].num_computed += row.num_tokens
+        chunks = [r for b in plan.sub_batches for r in b.rows if not r.is_decode]
+        for row in chunks:
+            self._live[row.request_id].num_computed += row.num_tokens
+        prefilled = {row.request_id for row in chunks}
+        self._state.settle(plan, result.in_flight)
         for request_id, token_id in result.tokens.items():
             request = self._live[request_id]
+            if request_id not in prefilled:  # a decode: the token before this one is computed now
+                request.num_computed += 1
             request.output_ids.append(token_id)
             request.token_times_s.append(now)
         changed = [self._live[r] for r in (*result.tokens, *result.failures)]
@@ -287,7 +292,7 @@ class Engine:
 
     def _watch(self, plan: StepPlan) -> None:
         """Raises EngineError after many iterations in a row that computed nothing."""
-        idle = not any(sub_batch.rows for sub_batch in plan.sub_batches)
+        idle = plan.is_empty and not self._state.num_in_flight
         self._empty_steps = self._empty_steps + 1 if idle and self._live else 0
         if self._empty_steps >= _EMPTY_STEPS:
             heads = [

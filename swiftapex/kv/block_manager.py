@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swiftapex.core.request import Placement
+from swiftapex.core.request import SIDES, Placement
 
 
 @dataclass
 class _Holding:
-    placement: Placement
+    side: Placement
     blocks: list[int] = field(default_factory=list)
+    leaving: tuple[Placement, list[int]] | None = None  # old side and blocks, until a move retires
 
 
 class BlockManager:
@@ -23,7 +24,7 @@ class BlockManager:
 
     def __init__(self, num_blocks: Mapping[Placement, int], block_size: int) -> None:
         self.block_size = block_size
-        self._total = {side: num_blocks.get(side, 0) for side in Placement}
+        self._total = {side: num_blocks.get(side, 0) for side in SIDES}
         # Popped from the end: the lowest free id first, so that a request's blocks tend to be
         # neighbours in memory.
         self._free = {side: list(range(n - 1, -1, -1)) for side, n in self._total.items()}
@@ -37,6 +38,9 @@ class BlockManager:
 
     def num_free(self, side: Placement) -> int:
         return len(self._free[side])
+
+    def owners(self) -> set[int]:
+        return set(self._holdings)
 
     def owned(self, request_id: int) -> tuple[int, ...]:
         holding = self._holdings.get(request_id)
@@ -61,7 +65,7 @@ class BlockManager:
         """Whether the request can come to hold `num_tokens` tokens in all."""
         holding = self._holdings[request_id]
         missing = self.blocks_for(num_tokens) - len(holding.blocks)
-        return missing <= len(self._free[holding.placement])
+        return missing <= len(self._free[holding.side])
 
     def append(self, request_id: int, num_tokens: int) -> tuple[int, ...]:
         """Grows a request to hold `num_tokens` tokens in all; returns the blocks it gained."""
@@ -69,16 +73,45 @@ class BlockManager:
             raise ValueError(f"no free block for request {request_id} at {num_tokens} tokens")
         return self._grow(request_id, num_tokens)
 
+    def can_move(self, request_id: int, target: Placement) -> bool:
+        return len(self._holdings[request_id].blocks) <= len(self._free[target])
+
+    def begin_move(self, request_id: int, target: Placement) -> tuple[int, ...]:
+        """Gives the request as many blocks on the other side; returns them. The old ones count as
+        owned until `finish_move`: until then the copy reads them."""
+        holding = self._holdings[request_id]
+        if holding.leaving is not None or holding.side is target:
+            raise ValueError(f"request {request_id} cannot move to {target.value} now")
+        if not self.can_move(request_id, target):
+            raise ValueError(f"no room on {target.value} for request {request_id}")
+        holding.leaving = (holding.side, holding.blocks)
+        holding.side, count = target, len(holding.blocks)
+        holding.blocks = [self._free[target].pop() for _ in range(count)]
+        return tuple(holding.blocks)
+
+    def finish_move(self, request_id: int) -> None:
+        """The copy has retired: takes back the blocks that the request has left."""
+        holding = self._holdings[request_id]
+        assert holding.leaving is not None, f"request {request_id} is not moving"
+        side, blocks = holding.leaving
+        holding.leaving = None
+        self._free[side].extend(reversed(blocks))
+
     def free(self, request_id: int) -> None:
         """Takes back all blocks of a request. A request that owns none is no error."""
-        holding = self._holdings.pop(request_id, None)
+        holding = self._holdings.get(request_id)
         if holding is not None:
-            self._free[holding.placement].extend(reversed(holding.blocks))
+            if holding.leaving is not None:
+                self.finish_move(request_id)
+            self._free[holding.side].extend(reversed(holding.blocks))
+            del self._holdings[request_id]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is free or owned, exactly once."""
-        for side in Placement:
-            owned = [b for h in self._holdings.values() if h.placement is side for b in h.blocks]
+        for side in SIDES:
+            owned = [b for h in self._holdings.values() if h.side is side for b in h.blocks]
+            leaving = [h.leaving for h in self._holdings.values() if h.leaving is not None]
+            owned += [b for from_side, blocks in leaving if from_side is side for b in blocks]
             found = sorted(self._free[side] + owned)
             assert found == list(range(self._total[side])), (
                 f"{side.value} blocks: {len(self._free[side])} free and {len(owned)} owned "
@@ -88,7 +121,7 @@ class BlockManager:
     def _grow(self, request_id: int, num_tokens: int) -> tuple[int, ...]:
         holding = self._holdings[request_id]
         missing = max(0, self.blocks_for(num_tokens) - len(holding.blocks))
-        pool = self._free[holding.placement]
+        pool = self._free[holding.side]
         gained = [pool.pop() for _ in range(missing)]
         holding.blocks += gained
         return tuple(gained)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftapex.core.plan import StepPlan
 from swiftapex.policies.base import Policy
-from swiftapex.scheduler.gpu_batch import gpu_batch
+from swiftapex.scheduler.compose import gpu_batch
 from swiftapex.scheduler.state import SchedulerState
 
 

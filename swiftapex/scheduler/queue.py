@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 
 from swiftapex.core.request import Request, RequestState
 
 
-class RequestQueue:
-    """First come, first served. `waiting` own no blocks; `running` own blocks, oldest first.
+def _age(request: Request) -> int:
+    return request.request_id
 
-    The order is that of arrival at the queue (the request id), for running requests too: a request
-    that was preempted takes its old place among the others.
-    """
+
+class RequestQueue:
+    """First come, first served. `waiting` own no blocks; `running` own blocks. Both are ordered by
+    arrival (the request id): a request that was preempted takes its old place among the others."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []
         self._running: list[Request] = []
 
     def __len__(self) -> int:
@@ -42,27 +43,22 @@ class RequestQueue:
     def num_running(self) -> int:
         return len(self._running)
 
-    @property
-    def newest_running(self) -> Request:
-        return self._running[-1]
-
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_age)
 
     def start(self, request: Request) -> None:
-        """The head of the waiting requests becomes running."""
+        """The oldest waiting request becomes running."""
         assert self._waiting and self._waiting[0] is request, "requests start in order"
-        self._waiting.popleft()
+        self._waiting.pop(0)
         request.state = RequestState.RUNNING
-        self._running.append(request)
+        insort(self._running, request, key=_age)
 
     def preempt(self, request: Request) -> None:
-        """The newest running request goes back to the head of the waiting ones."""
-        assert self._running and self._running[-1] is request, "the newest is preempted first"
-        self._running.pop()
+        """A running request goes back to the waiting ones."""
+        self._running.remove(request)
         request.state = RequestState.WAITING
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=_age)
 
     def remove(self, request: Request) -> None:
         """Takes out a request in any state; it is finished."""
@@ -76,5 +72,7 @@ class RequestQueue:
         """Raises AssertionError unless states fit the lists and both are in arrival order."""
         assert all(r.state is RequestState.WAITING for r in self._waiting)
         assert all(r.state is RequestState.RUNNING for r in self._running)
-        ids = [r.request_id for r in self]
-        assert ids == sorted(set(ids)), "requests are out of order"
+        for requests in (self._waiting, self._running):
+            ids = [r.request_id for r in requests]
+            assert ids == sorted(set(ids)), "requests are out of order"
+        assert not set(self.waiting) & set(self.running)

@@ -1,52 +1,19 @@
 """What a policy sees and the verbs with which it composes an iteration.
 
 The verbs keep the rules that no policy may break: a row's blocks exist before its pass, limits
-hold, requests start and are preempted in order. A policy decides what goes in, and in what order.
+hold, requests start in order, what is in flight or moving is left alone. A policy decides what goes
+in, and in what order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
-from swiftapex.core.plan import Admission, Row, StepPlan, SubBatch
+from swiftapex.core.plan import Admission, Move, Row, StepPlan, SubBatch
 from swiftapex.core.request import Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
+from swiftapex.scheduler.draft import BatchDraft, Limits
 from swiftapex.scheduler.queue import RequestQueue
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_batch_size: int  # rows in one linear batch (a prefill chunk is one row)
-    max_tokens_in_batch: int
-
-
-@dataclass
-class BatchDraft:
-    """A sub-batch being composed."""
-
-    limits: Limits
-    decodes: list[Row] = field(default_factory=list)
-    chunks: list[Row] = field(default_factory=list)
-    num_tokens: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.decodes) + len(self.chunks)
-
-    @property
-    def room(self) -> int:
-        """Tokens that still fit; 0 once all rows are taken."""
-        if self.num_rows >= self.limits.max_batch_size:
-            return 0
-        return self.limits.max_tokens_in_batch - self.num_tokens
-
-    def add(self, row: Row) -> None:
-        (self.decodes if row.is_decode else self.chunks).append(row)
-        self.num_tokens += row.num_tokens
-
-    def sub_batch(self) -> SubBatch:
-        return SubBatch(tuple(self.decodes + self.chunks))
 
 
 class SchedulerState:
@@ -56,97 +23,221 @@ class SchedulerState:
         self.queue = queue
         self.blocks = blocks
         self.limits = limits
+        self.iteration = 0
         self.num_preemptions = 0
+        self.num_moves = 0
+        self._planned: set[int] = set()  # requests with a row or a move in the plan being composed
+        self._staging_left = limits.staging_blocks
         self._admitted: dict[int, Admission] = {}
         self._new_blocks: dict[int, tuple[int, ...]] = {}
+        self._moves: list[Move] = []
         self._released: list[int] = []
+        self._dropped: list[int] = []
+        self._draining: set[int] = set()  # ended in flight: their blocks wait for the cohort
+
+    # What there is
 
     def new_batch(self) -> BatchDraft:
         return BatchDraft(self.limits)
 
-    def decoding(self) -> Iterator[Request]:
-        """Running requests whose next step is a decode, oldest first."""
-        return (r for r in self.queue.running if r.is_decoding)
+    def is_free(self, request: Request) -> bool:
+        """Running, at a token boundary, and not yet in this plan: may get a row, move or yield."""
+        return (
+            request.state is RequestState.RUNNING
+            and not (request.in_flight or request.moving)
+            and request.request_id not in self._planned
+        )
 
-    def prefilling(self) -> Iterator[Request]:
-        """Running requests with tokens still to prefill, oldest first."""
-        return (r for r in self.queue.running if not r.is_decoding)
+    def decoding(self, side: Placement) -> list[Request]:
+        """Free requests whose next step is a decode on `side`, oldest first."""
+        return [
+            r
+            for r in self.queue.running
+            if r.placement is side and r.is_decoding and self.is_free(r)
+        ]
 
-    def add_decode(self, batch: BatchDraft, request: Request) -> bool:
-        """Adds the request's next decode; False where no block is free for it."""
-        if not self.blocks.can_append(request.request_id, request.num_tokens):
-            return False
+    def prefilling(self) -> list[Request]:
+        """Free running requests with tokens still to prefill, oldest first."""
+        return [r for r in self.queue.running if not r.is_decoding and self.is_free(r)]
+
+    def running_on(self, side: Placement) -> int:
+        """Running requests whose blocks are on `side`, in flight or not."""
+        return sum(r.placement.side is side for r in self.queue.running)
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(r.in_flight for r in self.queue.running)
+
+    def overdue(self, requests: Iterable[Request]) -> list[Request]:
+        """Those that were left out of the last `max_skipped` iterations."""
+        return [r for r in requests if self.iteration - r.last_served > self.limits.max_skipped]
+
+    def tokens_at_most(self, request: Request) -> int:
+        """Tokens whose KV the request needs in the end. The last token's is never stored."""
+        return len(request.prompt_ids) + request.sampling.max_tokens - 1
+
+    def fits_alone(self, request: Request, placement: Placement) -> bool:
+        """Whether the request could run to its end on an otherwise empty machine."""
+        need = self.blocks.blocks_for(self.tokens_at_most(request))
+        return need <= self._capacity(placement)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the largest request that can be started."""
+        return max(self._capacity(Placement.GPU), self._capacity(Placement.STAGING))
+
+    def _capacity(self, placement: Placement) -> int:
+        total = self.blocks.num_total(placement.side)
+        return min(total, self.limits.staging_blocks) if placement is Placement.STAGING else total
+
+    # Rows
+
+    def has_block(self, request: Request) -> bool:
+        """Whether the next decode's token has a place, or could get one."""
+        return self.blocks.can_append(request.request_id, request.num_tokens)
+
+    def add_decode(self, batch: BatchDraft, request: Request) -> None:
+        """Adds the request's next decode. Needs room in the batch and `has_block`."""
+        assert batch.room > 0 and request.is_decoding and self.is_free(request)
         self._note_blocks(request, self.blocks.append(request.request_id, request.num_tokens))
         batch.add(Row(request.request_id, request.placement, request.num_computed, None, True))
-        return True
-
-    def can_start(self, request: Request, side: Placement) -> bool:
-        """Whether blocks for all tokens that the waiting request has now are free, and one more
-        for each running request, so that a start does not at once force a preemption."""
-        spare = self.queue.num_running * self.blocks.block_size
-        return self.blocks.can_allocate(side, request.num_tokens + spare)
-
-    def start(self, request: Request, side: Placement) -> None:
-        """The head of the waiting requests gets blocks for all tokens that it has now."""
-        self.queue.start(request)
-        request.placement = side
-        self._admitted[request.request_id] = Admission(
-            request.request_id, len(request.prompt_ids), request.sampling
-        )
-        self._note_blocks(
-            request, self.blocks.allocate(request.request_id, side, request.num_tokens)
-        )
+        self._serve(request)
 
     def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int) -> int:
         """Adds the next prefill chunk of a running request; returns its tokens (0: no room)."""
-        assert request.state is RequestState.RUNNING
+        assert self.is_free(request)
         start = request.num_computed
         end = min(request.num_tokens, start + min(max_tokens, batch.room))
-        if end > start:
-            ids = request.token_ids(start, end)
-            done = end == request.num_tokens
-            batch.add(Row(request.request_id, request.placement, start, ids, done))
-        return max(0, end - start)
+        if request.placement is Placement.STAGING:
+            end = min(end, self._staging_left * self.blocks.block_size)
+        if end <= start:
+            return 0
+        if request.placement is Placement.STAGING:
+            self._staging_left -= self.blocks.blocks_for(end)
+        ids = request.token_ids(start, end)
+        done = end == request.num_tokens
+        batch.add(Row(request.request_id, request.placement, start, ids, done))
+        self._serve(request)
+        return end - start
 
-    def preempt_newest(self) -> Request:
-        """Frees the newest running request; it will be computed again from its tokens."""
-        request = self.queue.newest_running
+    # Starting, preempting, moving, ending
+
+    def can_start(self, request: Request, placement: Placement) -> bool:
+        """Whether blocks for all tokens that the waiting request has now are free, and one more
+        for each request on that side, so that a start does not at once force a preemption."""
+        side = placement.side
+        spare = self.running_on(side) * self.blocks.block_size
+        fits = self.blocks.can_allocate(side, request.num_tokens + spare)
+        return fits and self.fits_alone(request, placement)
+
+    def start(self, request: Request, placement: Placement) -> None:
+        """The oldest waiting request gets blocks for all tokens that it has now."""
+        self.queue.start(request)
+        request.placement, request.last_served = placement, self.iteration
+        last_token = request.output_ids[-1] if request.output_ids else 0
+        self._admitted[request.request_id] = Admission(
+            request.request_id, len(request.prompt_ids), request.sampling, last_token
+        )
+        gained = self.blocks.allocate(request.request_id, placement.side, request.num_tokens)
+        self._note_blocks(request, gained)
+
+    def preempt(self, request: Request) -> None:
+        """Frees a request; it will be computed again from its tokens."""
+        assert self.is_free(request)
         self.queue.preempt(request)
         request.num_computed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._release(request)
-        return request
+        self._release(request.request_id)
+
+    def can_move(self, request: Request, target: Placement) -> bool:
+        return (
+            request.is_decoding
+            and self.fits_alone(request, target)
+            and self.blocks.can_move(request.request_id, target)
+        )
+
+    def move(self, request: Request, target: Placement) -> None:
+        """Sends a decoding request's KV to the other side; it has no row in this iteration."""
+        assert self.is_free(request)
+        request_id, source = request.request_id, request.placement
+        old = self.blocks.owned(request_id)
+        new = self.blocks.begin_move(request_id, target)
+        self._moves.append(Move(request_id, source, target, old, new))
+        self.num_moves += 1
+        request.placement, request.moving = target, True
+        self._serve(request)
 
     def finish(self, request: Request) -> None:
-        """Takes a request out, in whatever state, and frees what it owns."""
+        """Takes a request out, in whatever state, and frees what it owns. The blocks of one that
+        is in flight are freed once its cohort has let it go."""
         held = request.state is RequestState.RUNNING
         self.queue.remove(request)
-        if held:
-            self._release(request)
+        if request.in_flight:
+            self._draining.add(request.request_id)
+            self._dropped.append(request.request_id)
+        elif held:
+            self._release(request.request_id)
 
-    def step_plan(self, pipeline: str, batches: Sequence[BatchDraft]) -> StepPlan:
+    # Between plans
+
+    def step_plan(
+        self,
+        pipeline: str,
+        batches: Sequence[BatchDraft],
+        cohorts: Sequence[BatchDraft] = (),
+    ) -> StepPlan:
         """The plan of these batches, with all that the workers have not been told yet."""
         plan = StepPlan(
             pipeline,
             tuple(batch.sub_batch() for batch in batches),
+            tuple(cohort.sub_batch() for cohort in cohorts if cohort.rows),
+            tuple(self._moves),
             tuple(self._admitted.values()),
             dict(self._new_blocks),
             tuple(self._released),
+            tuple(self._dropped),
         )
-        self._admitted.clear()
-        self._new_blocks.clear()
-        self._released.clear()
+        for pending in (self._moves, self._released, self._dropped):
+            pending.clear()
+        for known in (self._admitted, self._new_blocks, self._planned):
+            known.clear()
+        self._staging_left = self.limits.staging_blocks
+        self.iteration += 1
         return plan
+
+    def settle(self, plan: StepPlan, in_flight: frozenset[int]) -> None:
+        """Books what an executed plan has ended: moves, and cohorts of requests that are gone."""
+        for move in plan.moves:
+            self.blocks.finish_move(move.request_id)
+        for request in self.queue.running:
+            request.moving = False
+            request.in_flight = request.request_id in in_flight
+            if request.in_flight:
+                request.last_served = self.iteration
+        for request_id in [r for r in self._draining if r not in in_flight]:
+            self._draining.remove(request_id)
+            self._release(request_id)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless exactly the running and the draining requests own blocks."""
+        self.blocks.check_integrity()
+        self.queue.check_integrity()
+        owners = {r.request_id for r in self.queue.running} | self._draining
+        assert self.blocks.owners() == owners, "blocks are owned by a request that does not run"
+
+    def _serve(self, request: Request) -> None:
+        self._planned.add(request.request_id)
+        request.last_served = self.iteration
 
     def _note_blocks(self, request: Request, gained: tuple[int, ...]) -> None:
         if gained:
             known = self._new_blocks.get(request.request_id, ())
             self._new_blocks[request.request_id] = known + gained
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request_id: int) -> None:
         """A request that no plan has named yet is forgotten; workers hear of the others."""
-        self.blocks.free(request.request_id)
-        self._new_blocks.pop(request.request_id, None)
-        if self._admitted.pop(request.request_id, None) is None:
-            self._released.append(request.request_id)
+        self.blocks.free(request_id)
+        self._new_blocks.pop(request_id, None)
+        if self._admitted.pop(request_id, None) is None:
+            self._released.append(request_id)

@@ -60,8 +60,11 @@ class RequestTable:
     def _admit(self, admission: Admission) -> None:
         if not self._free:
             self._grow()
+        slot = self._free.pop()
+        # Read if recomputing ends one token short of the newest: then the next step is a decode.
+        self.last_tokens[slot] = admission.last_token
         self._entries[admission.request_id] = RequestEntry(
-            self._free.pop(), admission.prompt_len, admission.sampling
+            slot, admission.prompt_len, admission.sampling
         )
 
     def _grow(self) -> None:

@@ -1,0 +1,287 @@
+"""The engine over a tiny model: batching, chunking and preemption change no token; nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from swiftapex import LLM, SamplingParams
+from swiftapex.config.schema import EngineConfig, GpuConfig, ModelSection
+from swiftapex.core.errors import ConfigError, EngineError, RequestError
+from swiftapex.core.request import FinishReason, Request
+from swiftapex.engine.engine import Engine
+
+TINY = ModelSection(architecture="tiny", weights="dummy", dtype="float32")
+DEVICES = ("reference", "cpu")
+
+
+def make_engine(
+    device: str = "cpu",
+    kv_tokens: int = 4096,
+    block_size: int = 16,
+    rows: int = 256,
+    chunk: int = 2048,
+    **kwargs: object,
+) -> Engine:
+    config = EngineConfig(
+        device=device,  # type: ignore[arg-type]
+        gpu=GpuConfig(kv_tokens=kv_tokens),
+        block_size=block_size,
+        max_batch_size=rows,
+        max_tokens_in_batch=chunk,
+        max_model_len=512,
+    )
+    return Engine(TINY, config, **kwargs)  # type: ignore[arg-type]
+
+
+def random_prompts(n: int, seed: int = 0, longest: int = 100) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 512) for _ in range(rng.randint(1, longest))] for _ in range(n)]
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine._blocks.check_integrity()
+        engine._queue.check_integrity()
+    stats = engine.stats()
+    assert stats.gpu_blocks_free == stats.gpu_blocks_total
+    assert stats.running == stats.waiting == 0
+
+
+def run_all(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Request]:
+    ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+    requests = [engine.request(i) for i in ids]
+    drain(engine)
+    return requests
+
+
+def alone(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    """Each request by itself, unchunked, on the reference backend."""
+    engine = make_engine("reference")
+    outputs = [run_all(engine, [p], [s])[0].output_ids for p, s in zip(prompts, params, strict=True)]
+    engine.close()
+    return outputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batching_chunking_and_preemption_change_no_token(device: str) -> None:
+    prompts = random_prompts(12)
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.0 if i % 3 else 0.9, top_p=0.9, seed=i)
+        for i in range(12)
+    ]
+    expected = alone(prompts, params)
+    preemptions = 0
+    for kv_tokens, block_size, rows, chunk in (
+        (4096, 16, 256, 2048),
+        (4096, 32, 5, 7),
+        (192, 4, 256, 33),
+        (160, 16, 3, 64),
+    ):
+        engine = make_engine(device, kv_tokens, block_size, rows, chunk)
+        assert [r.output_ids for r in run_all(engine, prompts, params)] == expected
+        preemptions += engine.stats().preemptions
+        engine.close()
+    assert preemptions > 0
+
+
+@pytest.mark.parametrize("block_size", (4, 16))
+def test_lengths_around_a_block(block_size: int) -> None:
+    b = block_size
+    prompts = [list(range(5, 5 + n)) for n in (1, b - 1, b, b + 1, 2 * b)]
+    params = [SamplingParams(max_tokens=b + 2)] * len(prompts)
+    engine = make_engine("cpu", block_size=b)
+    assert [r.output_ids for r in run_all(engine, prompts, params)] == alone(prompts, params)
+    engine.close()
+
+
+def test_abort_in_every_state_returns_all_blocks() -> None:
+    engine = make_engine(kv_tokens=160, block_size=4, chunk=16)
+    for seed in range(12):
+        ids = [engine.add_request(p, SamplingParams(max_tokens=30)) for p in random_prompts(8, seed)]
+        for _ in range(seed):
+            engine.step()
+        for request_id in ids:
+            engine.abort(request_id)
+        assert not engine.has_work and engine.step() == []
+        drain(engine)
+    engine.close()
+
+
+def test_a_bad_request_is_refused_alone() -> None:
+    llm = LLM(TINY.model_dump(), device="cpu", gpu={"kv_tokens": 800}, block_size=16)
+    first = llm.generate(random_prompts(10, longest=20), SamplingParams(max_tokens=5))
+    bad: list[tuple[object, SamplingParams, str]] = [
+        ([], SamplingParams(), "empty"),
+        ([512], SamplingParams(), "outside the vocabulary of 512"),
+        ([-1], SamplingParams(), "outside the vocabulary"),
+        ([True], SamplingParams(), "not an integer"),
+        ([5], SamplingParams(temperature=-1), "temperature"),
+        ([5], SamplingParams(max_tokens=0), "max_tokens"),
+        ([5], SamplingParams(top_p=0), "top_p"),
+        ("text", SamplingParams(), "no tokenizer"),
+        ([5], SamplingParams(stop=("x",)), "need a tokenizer"),
+        ([7] * 1002, SamplingParams(max_tokens=50), "need 66 KV blocks of 16 tokens, 50 exist"),
+    ]
+    prompts = [b[0] for b in bad] + [[5, 6, 7]]
+    outputs = llm.generate(prompts, [b[1] for b in bad] + [SamplingParams(max_tokens=50)])
+    for output, (_, _, message) in zip(outputs, bad, strict=False):
+        assert output.finish_reason == "error" and output.token_ids == ()
+        assert output.error is not None and message in output.error, output.error
+    assert outputs[-1].finish_reason == "length" and len(outputs[-1].token_ids) == 50
+    again = llm.generate(random_prompts(10, longest=20), SamplingParams(max_tokens=5))
+    assert [o.token_ids for o in again] == [o.token_ids for o in first]
+    stats = llm.stats()
+    assert stats.gpu_blocks_free == stats.gpu_blocks_total == 50
+    llm.close()
+
+
+def test_equal_seeds_give_equal_tokens_beside_greedy_rows() -> None:
+    engine = make_engine()
+    prompt = random_prompts(1)[0]
+    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=s) for s in (1, 1, 2)]
+    params.append(SamplingParams(max_tokens=20))
+    one, same, other, greedy = (r.output_ids for r in run_all(engine, [prompt] * 4, params))
+    assert one == same != other
+    assert [greedy] == alone([prompt], [params[-1]])
+    unseeded = [SamplingParams(max_tokens=20, temperature=1.0)] * 2
+    a, b = (r.output_ids for r in run_all(engine, [prompt] * 2, unseeded))
+    assert a != b
+    engine.close()
+
+
+def test_stop_tokens_and_the_models_end_of_sequence() -> None:
+    engine = make_engine()
+    prompt = random_prompts(1)[0]
+    (free,) = run_all(engine, [prompt], [SamplingParams(max_tokens=20, ignore_eos=True)])
+    stop_id = free.output_ids[7]
+    expected = free.output_ids[: free.output_ids.index(stop_id) + 1]
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(stop_id,), ignore_eos=True)
+    (stopped,) = run_all(engine, [prompt], [sampling])
+    assert stopped.output_ids == expected and stopped.finish_reason is FinishReason.STOP
+    object.__setattr__(engine.model_config, "eos_token_ids", (511, stop_id))
+    (eos,) = run_all(engine, [prompt], [SamplingParams(max_tokens=20)])
+    assert eos.output_ids == expected and eos.finish_reason is FinishReason.STOP
+    (ignored,) = run_all(engine, [prompt], [SamplingParams(max_tokens=20, ignore_eos=True)])
+    assert ignored.output_ids == free.output_ids
+    assert ignored.finish_reason is FinishReason.LENGTH
+    engine.close()
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
+    engine = make_engine("reference")
+    engine._executor._worker._stages.weights.embedding[500] = float("nan")
+    sampling = SamplingParams(max_tokens=4)
+    bad, good = run_all(engine, [[5, 500, 6], [5, 6, 7]], [sampling] * 2)
+    assert bad.finish_reason is FinishReason.ERROR and "not finite" in (bad.error or "")
+    assert len(good.output_ids) == 4 and good.error is None
+    engine.close()
+
+
+def test_a_failed_iteration_fails_open_requests_and_the_engine_closes() -> None:
+    engine = make_engine("reference")
+    request = engine.request(engine.add_request([5, 6], SamplingParams()))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine._executor.execute = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineError, match="the device is gone"):
+        engine.step()
+    assert request.finish_reason is FinishReason.ERROR and "device is gone" in (request.error or "")
+    with pytest.raises(EngineError, match="broken"):
+        engine.add_request([5], SamplingParams())
+    engine.close()
+    engine.close()
+
+
+def test_a_policy_that_never_schedules_is_found_out() -> None:
+    engine = make_engine("reference", policy="tests.test_engine:Lazy")
+    engine.add_request([5, 6], SamplingParams())
+    with pytest.raises(EngineError, match=r"no progress.*request 0: waiting, 2 tokens"):
+        while True:
+            engine.step()
+    engine.close()
+
+
+class Lazy:
+    """A policy that schedules nothing."""
+
+    def plan(self, state: object) -> object:
+        return state.step_plan("sequential", [])  # type: ignore[attr-defined]
+
+
+def test_unknown_policies_and_devices_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'gpu_onli'"):
+        make_engine(policy="gpu_onli")
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+        make_engine(policy="nowhere:Policy")
+    with pytest.raises(ConfigError, match="has no 'Missing'"):
+        make_engine(policy="tests.test_engine:Missing")
+    with pytest.raises(ConfigError, match="does not take"):
+        make_engine(policy="gpu_only", policy_args={"x": 1})
+
+
+def test_streams_from_threads_and_asyncio_give_the_tokens_of_generate() -> None:
+    with LLM(TINY.model_dump(), device="cpu") as llm:
+        prompts = random_prompts(4)
+        sampling = SamplingParams(max_tokens=12)
+        expected = [o.token_ids for o in llm.generate(prompts, sampling)]
+
+        got: dict[int, tuple[int, ...]] = {}
+
+        def consume(index: int) -> None:
+            chunks = list(llm.stream(prompts[index], sampling))
+            got[index] = tuple(t for c in chunks for t in c.token_ids)
+            assert [c.finish_reason for c in chunks][-1] == "length"
+
+        threads = [threading.Thread(target=consume, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [got[i] for i in range(4)] == expected
+
+        async def consume_all() -> list[tuple[int, ...]]:
+            async def one(prompt: list[int]) -> tuple[int, ...]:
+                return tuple([t async for c in llm.astream(prompt, sampling) for t in c.token_ids])
+
+            return await asyncio.gather(*(one(p) for p in prompts))
+
+        assert asyncio.run(consume_all()) == expected
+        stream = llm.stream(prompts[0], sampling)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        stats = llm.stats()
+        assert stats.running == 0 and stats.gpu_blocks_free == stats.gpu_blocks_total
+        with pytest.raises(RequestError):
+            next(llm.stream([], sampling))
+
+
+def test_engines_one_after_another_leave_no_memory_and_no_thread() -> None:
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def native_threads() -> int:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
+
+    sizes, threads = [], []
+    for _ in range(5):
+        engine = make_engine("cpu", kv_tokens=100_000)
+        engine._executor._worker._store.layer  # the pool exists
+        run_all(engine, random_prompts(4), [SamplingParams(max_tokens=4)] * 4)
+        engine.close()
+        del engine
+        gc.collect()
+        sizes.append(resident_bytes())
+        threads.append(native_threads())
+    assert threads[-1] == threads[1]
+    assert np.ptp(sizes[2:]) < 20e6, sizes
