@@ -17,7 +17,7 @@ from pathlib import Path
 from swiftapex.config.schema import Length, WorkloadConfig
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.request import SamplingParams
-from swiftapex.workloads.files import read_prompts, read_trace
+from swiftapex.workloads.files import TraceLine, read_prompts, read_trace
 from swiftapex.workloads.lengths import draw_length
 
 DEFAULT_OUTPUT_LEN = 128  # of prompts for which neither the line nor the workload says one
@@ -34,13 +34,21 @@ class WorkItem:
     sampling: SamplingParams
 
 
+def check_workload(workload: WorkloadConfig) -> None:
+    """Raises what `build_workload` would raise, without making the requests."""
+    if workload.warm_start:
+        raise ConfigError("workload.warm_start: True: not available yet; expected false")
+    if workload.kind == "prompts":
+        read_prompts(_path(workload))
+    elif workload.kind == "trace":
+        _trace_lines(workload)
+
+
 def build_workload(workload: WorkloadConfig, seed: int, vocab_size: int) -> list[WorkItem]:
     """All requests in order of arrival. `vocab_size` bounds random token ids.
 
     ConfigError where a file is missing or malformed, or holds too few requests.
     """
-    if workload.warm_start:
-        raise ConfigError("workload.warm_start: true: not available yet; expected false")
     if workload.kind == "prompts":
         items = _from_prompts(workload, seed)
     elif workload.kind == "synthetic":
@@ -79,15 +87,8 @@ def _synthetic(workload: WorkloadConfig, seed: int, vocab_size: int) -> Iterator
 
 def _from_trace(workload: WorkloadConfig, seed: int, vocab_size: int) -> Iterator[WorkItem]:
     """The trace's first `num_requests`. An `output_len` in the workload replaces the trace's."""
-    path = _path(workload)
-    lines = read_trace(path)
-    count = workload.num_requests or len(lines)
-    if count > len(lines):
-        raise ConfigError(f"workload.num_requests: {count}: expected at most {len(lines)} ({path})")
-    if workload.arrival == "trace" and lines[0].time_s is None:
-        raise ConfigError(f"workload.arrival: trace: {path} has no times; expected all or poisson")
     arrivals = _arrivals(workload, seed)
-    for index, line in enumerate(lines[:count]):
+    for index, line in enumerate(_trace_lines(workload)):
         arrival_s = next(arrivals)
         if workload.arrival == "trace":
             arrival_s = (line.time_s or 0.0) / workload.speedup
@@ -95,6 +96,17 @@ def _from_trace(workload: WorkloadConfig, seed: int, vocab_size: int) -> Iterato
         prompt = _random_ids(line.input_len, vocab_size, seed, index)
         sampling = _sampling(workload, length, seed, index)
         yield WorkItem(index, arrival_s, prompt, False, sampling)
+
+
+def _trace_lines(workload: WorkloadConfig) -> list[TraceLine]:
+    path = _path(workload)
+    lines = read_trace(path)
+    count = workload.num_requests or len(lines)
+    if count > len(lines):
+        raise ConfigError(f"workload.num_requests: {count}: expected at most {len(lines)} ({path})")
+    if workload.arrival == "trace" and lines[0].time_s is None:
+        raise ConfigError(f"workload.arrival: trace: {path} has no times; expected all or poisson")
+    return lines[:count]
 
 
 def _path(workload: WorkloadConfig) -> Path:

@@ -1,0 +1,125 @@
+"""The result folder: `DIR/NAME/TIMESTAMP/`, never one that exists already."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from swiftapex.config.load import RunPlan
+from swiftapex.core.records import IterationRecord
+from swiftapex.report.metrics import e2e_ms, summarize, tpot_ms, ttft_ms
+from swiftapex.workloads.replay import RequestOutcome, RunLog
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that was measured. Block totals are those of the engine's two sides."""
+
+    plan: RunPlan
+    log: RunLog
+    gpu_blocks: int
+    cpu_blocks: int
+
+    def summary(self) -> dict[str, Any]:
+        """The run's entry in `summary.json`."""
+        workload = self.plan.workload
+        return {
+            "name": self.plan.name,
+            "folder": self.plan.folder,
+            "policy": self.plan.policy,
+            "sweep": dict(self.plan.sweep),
+            "interrupted": self.log.interrupted,
+            **summarize(self.log, workload.window, workload.slo),
+        }
+
+
+def create_folder(parent: Path, name: str) -> Path:
+    """A new folder `parent/name/TIMESTAMP` (local time), with a number where it is taken."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 1000):
+        folder = parent / name / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            folder.mkdir(parents=True, exist_ok=False)
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"{parent / name / stamp}: too many experiments in one second")
+
+
+def write_run(folder: Path, result: RunResult) -> None:
+    """`run.yaml`, `requests.jsonl` and `iterations.jsonl` of one run, into its folder."""
+    text = yaml.safe_dump(result.plan.as_dict(), sort_keys=False, allow_unicode=True)
+    (folder / "run.yaml").write_text(text, encoding="utf-8")
+    _write_lines(folder / "requests.jsonl", map(_request_line, result.log.outcomes))
+    start_s = result.log.start_s
+    lines = (_iteration_line(record, start_s) for record in result.log.iterations)
+    _write_lines(folder / "iterations.jsonl", lines)
+
+
+def write_summary(
+    folder: Path, name: str, results: Sequence[RunResult], failures: Mapping[str, str]
+) -> None:
+    """`summary.json` and `summary.csv`. `failures`: run folder -> why it has no result."""
+    runs = [result.summary() for result in results]
+    failed = [{"folder": run, "error": error} for run, error in failures.items()]
+    write_json(folder / "summary.json", {"name": name, "runs": runs, "failed_runs": failed})
+    rows = [_flat(run) for run in runs]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with (folder / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _request_line(outcome: RequestOutcome) -> dict[str, Any]:
+    has_tokens = bool(outcome.token_times_s)
+    times = [round(time_s, 6) for time_s in outcome.token_times_s]
+    return {
+        "index": outcome.index,
+        "finish_reason": outcome.finish_reason,
+        "error": outcome.error,
+        "prompt_tokens": outcome.prompt_len,
+        "output_tokens": len(outcome.output_ids),
+        "arrival_s": round(outcome.arrival_s, 6),
+        "ttft_ms": ttft_ms(outcome) if has_tokens else None,
+        "tpot_ms": tpot_ms(outcome) if has_tokens else None,
+        "e2e_ms": e2e_ms(outcome) if outcome.completed else None,
+        "num_preemptions": outcome.num_preemptions,
+        "prompt": outcome.prompt,
+        "text": outcome.text,
+        "output_ids": outcome.output_ids,
+        "token_times_s": times,
+    }
+
+
+def _iteration_line(record: IterationRecord, start_s: float) -> dict[str, Any]:
+    """Times count from the first arrival, as in `requests.jsonl`."""
+    return asdict(record) | {"start_s": round(record.start_s - start_s, 6)}
+
+
+def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as `outer.inner` columns."""
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            flat |= _flat(inner, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = inner
+    return flat

@@ -1,0 +1,89 @@
+"""`report.html`: one file with everything in it, to open in a browser or to send to someone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from swiftapex.report import plots
+from swiftapex.report.files import RunResult
+from swiftapex.report.metrics import DEFINITIONS
+from swiftapex.report.table import duration, label
+
+_SAMPLES = 4
+_DETAILED_RUNS = 12  # runs with plots of their own; a large sweep has more runs than that
+
+
+def write_report(
+    path: Path,
+    name: str,
+    description: str,
+    results: Sequence[RunResult],
+    failures: Mapping[str, str],
+    environment: Mapping[str, Any],
+    config_text: str,
+) -> None:
+    """`failures`: run folder -> why it has no result. `config_text`: the resolved YAML."""
+    runs = [result.summary() for result in results]
+    loader = jinja2.PackageLoader("swiftapex.report", ".")
+    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    templates.filters |= {"label": label, "duration": duration, "number": _number}
+    text = templates.get_template("report.html.jinja").render(
+        name=name,
+        description=description,
+        runs=runs,
+        failures=failures,
+        summary_plots=_summary_plots(runs, results) if runs else [],
+        details=[(label(r.summary()), _run_plots(r)) for r in results[:_DETAILED_RUNS]],
+        hidden_runs=max(0, len(results) - _DETAILED_RUNS),
+        samples=samples(results[:_DETAILED_RUNS]),
+        definitions=DEFINITIONS,
+        environment=environment,
+        config_text=config_text,
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+def samples(results: Sequence[RunResult]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """A few prompts, each with its distinct output texts and the runs that gave them."""
+    chosen: dict[int, tuple[str, dict[str, list[str]]]] = {}
+    for result in results:
+        run = label(result.summary())
+        for outcome in result.log.outcomes:
+            if outcome.prompt is None or not outcome.completed or not outcome.text:
+                continue
+            if outcome.index not in chosen and len(chosen) == _SAMPLES:
+                continue
+            _, texts = chosen.setdefault(outcome.index, (outcome.prompt, {}))
+            texts.setdefault(outcome.text, []).append(run)
+    return [
+        (prompt, [(", ".join(runs), text) for text, runs in texts.items()])
+        for prompt, texts in chosen.values()
+    ]
+
+
+def _summary_plots(
+    runs: Sequence[Mapping[str, Any]], results: Sequence[RunResult]
+) -> list[tuple[str, str]]:
+    return [
+        ("Throughput", plots.throughput(runs)),
+        ("Time to first token (TTFT)", plots.latency(runs, "ttft_ms", "TTFT")),
+        ("Time per further token (TPOT)", plots.latency(runs, "tpot_ms", "TPOT")),
+        ("Tokens over time", plots.tokens_over_time(results[:_DETAILED_RUNS])),
+    ]
+
+
+def _run_plots(result: RunResult) -> list[tuple[str, str]]:
+    if not result.log.iterations:
+        return []
+    return [
+        ("Batch composition", plots.batch_composition(result)),
+        ("Block use", plots.block_use(result)),
+    ]
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,127 @@
+"""The report's plots, as SVG text to put inline into HTML."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from swiftapex.report.files import RunResult
+from swiftapex.report.table import label
+
+_MOST_POINTS = 600  # of one curve
+_PERCENTILES = ("p50", "p90", "p99")
+
+
+def throughput(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Output tokens per second, one bar per run."""
+
+    def draw(axes: Axes) -> None:
+        rates = [run["output_tokens_per_s"] or 0.0 for run in runs]
+        bars = axes.barh([label(run) for run in runs], rates)
+        axes.bar_label(bars, fmt="%.1f", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_xlabel("output tokens / s")
+
+    return _svg(draw, height=1.0 + 0.4 * len(runs))
+
+
+def latency(runs: Sequence[Mapping[str, Any]], metric: str, name: str) -> str:
+    """Percentiles of one latency metric, a group of bars per run."""
+
+    def draw(axes: Axes) -> None:
+        for offset, percentile in enumerate(_PERCENTILES):
+            places = [index + (offset - 1) * 0.27 for index in range(len(runs))]
+            axes.barh(places, [run[metric][percentile] or 0.0 for run in runs], 0.25)
+        axes.set_yticks(range(len(runs)), [label(run) for run in runs])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{name}, ms")
+        axes.legend(_PERCENTILES, loc="best", fontsize="small")
+
+    return _svg(draw, height=1.2 + 0.6 * len(runs))
+
+
+def tokens_over_time(results: Sequence[RunResult]) -> str:
+    """Output tokens so far, over the time since the first arrival; one curve per run."""
+
+    def draw(axes: Axes) -> None:
+        for result in results:
+            times = sorted(t for o in result.log.outcomes for t in o.token_times_s)
+            points = thinned(list(enumerate(times, start=1)))
+            axes.plot(
+                [0.0, *(time_s for _, time_s in points)],
+                [0, *(count for count, _ in points)],
+                label=label({"name": result.plan.name, "sweep": result.plan.sweep}),
+            )
+        axes.set_xlabel("seconds since the first arrival")
+        axes.set_ylabel("output tokens so far")
+        axes.legend(fontsize="small")
+
+    return _svg(draw, height=3.2)
+
+
+def batch_composition(result: RunResult) -> str:
+    """Tokens of each iteration's batch: prefill, and decodes per side of their KV."""
+
+    def draw(axes: Axes) -> None:
+        records = thinned(result.log.iterations)
+        axes.stackplot(
+            [record.index for record in records],
+            [record.gpu_decodes for record in records],
+            [record.cpu_decodes for record in records],
+            [record.prefill_tokens for record in records],
+            labels=("GPU decodes", "CPU decodes", "prefill tokens"),
+            step="post",
+        )
+        axes.set_yscale("symlog", linthresh=64)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("tokens in the batch")
+        axes.legend(loc="upper right", fontsize="small")
+
+    return _svg(draw, height=2.6)
+
+
+def block_use(result: RunResult) -> str:
+    """Share of KV blocks in use after each iteration, per side that has any."""
+
+    def draw(axes: Axes) -> None:
+        records = thinned(result.log.iterations)
+        for side, total in (("gpu", result.gpu_blocks), ("cpu", result.cpu_blocks)):
+            if total:
+                used = [100 * (1 - getattr(r, f"{side}_blocks_free") / total) for r in records]
+                name = f"{side.upper()}, {total} blocks"
+                axes.step([r.index for r in records], used, where="post", label=name)
+        axes.set_ylim(0, 105)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("% of KV blocks in use")
+        axes.legend(loc="best", fontsize="small")
+
+    return _svg(draw, height=2.2)
+
+
+def thinned(points: Sequence[Any], most: int = _MOST_POINTS) -> Sequence[Any]:
+    """At most about `most` of the points, evenly chosen, the last one included."""
+    step = max(1, -(-len(points) // most))
+    chosen = list(points[::step])
+    if points and (len(points) - 1) % step:
+        chosen.append(points[-1])
+    return chosen
+
+
+def _svg(draw: Callable[[Axes], None], height: float, width: float = 7.5) -> str:
+    """An inline <svg> of what `draw` puts into the axes; text stays text."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots()
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

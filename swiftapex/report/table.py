@@ -1,0 +1,75 @@
+"""The short table at the end of an experiment, for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_HEADER = (
+    "run",
+    "requests done",
+    "output tokens/s",
+    "first token after",
+    "then a token every",
+    "CPU share",
+)
+
+
+def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """One line per run of `summary.json`, and what the columns mean."""
+    rows = [_HEADER, *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines += [
+        "",
+        "Times are medians over the completed requests of a run. CPU share: decode steps whose",
+        "KV cache lies in host memory.",
+    ]
+    same = _same_outputs(runs)
+    return "\n".join(lines + ([same] if same else []))
+
+
+def duration(milliseconds: float | None) -> str:
+    """A time as a person writes it."""
+    if milliseconds is None:
+        return "-"
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1000:.2f} s"
+    return f"{milliseconds:.3g} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"
+
+
+def label(run: Mapping[str, Any]) -> str:
+    """A run's name with its swept values."""
+    values = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in run["sweep"].items())
+    return f"{run['name']} ({values})" if values else str(run["name"])
+
+
+def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
+    done = run["num_requests"] - run["num_failed"] - run["num_unfinished"]
+    note = f", {run['num_failed']} failed" if run["num_failed"] else ""
+    rate, share = run["output_tokens_per_s"], run["cpu_token_share"]
+    return (
+        label(run),
+        f"{done} of {run['num_requests']}{note}",
+        "-" if rate is None else f"{rate:.1f}",
+        duration(run["ttft_ms"]["p50"]),
+        duration(run["tpot_ms"]["p50"]),
+        "-" if share is None else f"{share:.0%}",
+    )
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """The first column to the left, numbers to the right."""
+    first, *rest = zip(row, widths, strict=True)
+    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+
+
+def _same_outputs(runs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Whether runs of the same requests generated the same tokens; None where it says nothing."""
+    hashes = {run["outputs_sha256"] for run in runs}
+    if len(runs) < 2 or None in hashes or any(run["sweep"] for run in runs):
+        return None
+    if len(hashes) == 1:
+        return f"All {len(runs)} runs generated the same tokens."
+    return "The runs did not all generate the same tokens (outputs_sha256 in summary.json)."

@@ -1,0 +1,255 @@
+"""Runs an experiment file: `python -m swiftapex.run_experiment EXP.yaml`.
+
+Exit code 0: done. 2: the file or the command line is wrong, nothing ran. 1: a run failed or was
+interrupted; the finished ones are kept and reported. The last line printed is the result folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftapex.config.explain import nearest
+from swiftapex.config.load import Experiment, RunPlan, load_experiment
+from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError
+from swiftapex.core.plugins import load_class
+from swiftapex.core.trace import TraceRecorder
+from swiftapex.model.source import open_model
+from swiftapex.pipelines import PIPELINES
+from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
+from swiftapex.report.environment import describe_environment
+from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
+from swiftapex.report.progress import ProgressBar
+from swiftapex.report.table import results_table
+from swiftapex.workloads.build import build_workload, check_workload
+from swiftapex.workloads.replay import replay
+
+if TYPE_CHECKING:
+    from swiftapex.engine.engine import Engine
+
+EngineFactory = Callable[[RunPlan, TraceRecorder], "Engine"]
+
+
+def make_engine(plan: RunPlan, trace: TraceRecorder) -> Engine:
+    """The engine of one run. Loads torch."""
+    from swiftapex.engine.engine import Engine
+
+    return Engine(
+        plan.model,
+        plan.engine,
+        policy=plan.policy,
+        policy_args=plan.policy_args,
+        seed=plan.seed,
+        trace=trace,
+    )
+
+
+def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_engine) -> int:
+    """Returns the exit code. `factory` makes the engines (tests give their own)."""
+    options = _parser().parse_args(arguments)
+    try:
+        experiment = load_experiment(options.experiment, options.set)
+        check_runs(experiment)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        _print_plan(experiment)
+        return 0
+    folder = create_folder(options.out, experiment.config.name)
+    session = _Session(experiment, folder, factory)
+    session.describe(arguments if arguments is not None else sys.argv[1:])
+    complete = session.run_all()
+    session.report()
+    print(folder)
+    return 0 if complete else 1
+
+
+def check_runs(experiment: Experiment) -> None:
+    """ConfigError where a policy, a pipeline, a model or a workload cannot be what it says."""
+    checked: list[Any] = []
+    for plan in experiment.runs:
+        where = f"{experiment.path}: runs.{plan.name}"
+        _check_strategy(plan, where)
+        if plan.workload not in checked:
+            _check(partial(check_workload, plan.workload), str(experiment.path))
+            checked.append(plan.workload)
+        if plan.model not in checked:
+            _check(partial(open_model, plan.model), f"{experiment.path}: model")
+            checked.append(plan.model)
+
+
+def _check_strategy(plan: RunPlan, where: str) -> None:
+    policy = plan.policy
+    if policy.startswith(FIXED_PREFIX):
+        pipeline = policy.removeprefix(FIXED_PREFIX)
+        _check_name("pipeline", pipeline, PIPELINES, where)
+        if ":" in pipeline:  # the package's own exist, and loading one loads torch
+            _check(partial(load_class, "pipeline", pipeline, {}), where)
+    else:
+        _check_name("policy", policy, POLICIES, where)
+    _check(partial(make_policy, policy, plan.policy_args), where)
+
+
+def _check_name(kind: str, name: str, known: Mapping[str, str], where: str) -> None:
+    if ":" not in name and name not in known:
+        names = ", ".join(sorted(known))
+        raise ConfigError(
+            f"{where}.{kind}: {name!r}: expected one of {names}, or package.module:Class; "
+            f"nearest known name: {nearest(name, known)}"
+        )
+
+
+def _check(action: Callable[[], Any], where: str) -> None:
+    """Runs `action`; what it raises becomes a ConfigError that says where."""
+    try:
+        action()
+    except (ConfigError, ModelLoadError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+class _Session:
+    """One experiment on its way: the results so far, and their folder."""
+
+    def __init__(self, experiment: Experiment, folder: Path, factory: EngineFactory) -> None:
+        self._experiment = experiment
+        self._folder = folder
+        self._factory = factory
+        self._results: list[RunResult] = []
+        self._failures: dict[str, str] = {}
+        self._environment: dict[str, Any] = {}
+
+    def describe(self, arguments: Sequence[str]) -> None:
+        """Writes what is known before the first run."""
+        config = self._experiment.resolved_yaml()
+        (self._folder / "config.resolved.yaml").write_text(config, encoding="utf-8")
+        self._environment = describe_environment() | {
+            "arguments": list(arguments),
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "seeds": {plan.folder: plan.seed for plan in self._experiment.runs},
+        }
+        write_json(self._folder / "environment.json", self._environment)
+
+    def run_all(self) -> bool:
+        """Runs every run; False where one failed or Ctrl-C ended the experiment early."""
+        total = len(self._experiment.runs)
+        for number, plan in enumerate(self._experiment.runs, start=1):
+            _say(f"run {number} of {total}: {plan.folder} (policy {plan.policy})")
+            interrupted = self._try(plan)
+            write_summary(self._folder, self._experiment.config.name, self._results, self._failures)
+            if interrupted:
+                _say("interrupted: keeping what finished")
+                return False
+        return not self._failures
+
+    def report(self) -> None:
+        """Writes `report.html` and prints the table."""
+        from swiftapex.report.html import write_report  # matplotlib takes a second to load
+
+        config = self._experiment.config
+        write_report(
+            self._folder / "report.html",
+            config.name,
+            config.description,
+            self._results,
+            self._failures,
+            self._environment,
+            self._experiment.resolved_yaml(),
+        )
+        if self._results:
+            print(results_table([result.summary() for result in self._results]))
+            print()
+        print(f"Plots, sample outputs and definitions: {self._folder / 'report.html'}")
+
+    def _try(self, plan: RunPlan) -> bool:
+        """Runs one run and notes its result or its failure; True where Ctrl-C ended it."""
+        try:
+            result = self._run(plan)
+        except KeyboardInterrupt:
+            self._failures[plan.folder] = "interrupted before its first iteration"
+            return True
+        except Exception as error:
+            known = isinstance(error, SwiftapexError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(error))
+            (self._folder / plan.folder / "error.txt").write_text(text, encoding="utf-8")
+            self._fail(plan, reason)
+            return False
+        outcomes, error_text = result.log.outcomes, result.log.error
+        if error_text is None and outcomes and all(outcome.failed for outcome in outcomes):
+            error_text = f"every request failed; the first: {outcomes[0].error}"
+        if error_text is not None:
+            self._fail(plan, error_text)
+        else:
+            self._results.append(result)
+            _warn_of_failures(result)
+        return result.log.interrupted
+
+    def _run(self, plan: RunPlan) -> RunResult:
+        folder = self._folder / plan.folder
+        folder.mkdir()
+        trace = TraceRecorder(self._experiment.config.trace.iterations)
+        engine = self._factory(plan, trace)
+        try:
+            items = build_workload(plan.workload, plan.seed, engine.model_config.vocab_size)
+            with ProgressBar(len(items)) as bar:
+                log = replay(engine, items, plan.workload, bar.update)
+            stats = engine.stats()
+        finally:
+            engine.close()
+        result = RunResult(plan, log, stats.gpu_blocks_total, stats.cpu_blocks_total)
+        write_run(folder, result)
+        trace.write(folder / "trace.json")
+        return result
+
+    def _fail(self, plan: RunPlan, reason: str) -> None:
+        self._failures[plan.folder] = reason
+        _say(f"error: run {plan.folder} failed: {reason}")
+
+
+def _warn_of_failures(result: RunResult) -> None:
+    failed = [outcome for outcome in result.log.outcomes if outcome.failed]
+    if failed:
+        first = f"request {failed[0].index}: {failed[0].error}"
+        _say(f"{len(failed)} of {len(result.log.outcomes)} requests failed; the first, {first}")
+
+
+def _print_plan(experiment: Experiment) -> None:
+    print(f"{experiment.path} is valid. It would run:")
+    for plan in experiment.runs:
+        print(f"  {plan.folder}: policy {plan.policy}")
+    print("Nothing was run (--dry-run).")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m swiftapex.run_experiment",
+        description="Run an experiment file and write its results to DIR/NAME/TIMESTAMP.",
+    )
+    parser.add_argument("experiment", type=Path, metavar="EXP.yaml")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="put a value over the file's, such as engine.block_size=16 or runs.neo.policy=apex",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results"), metavar="DIR", help="default: results"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, run nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
