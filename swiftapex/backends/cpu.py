@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import swiftapex._kernels_cpu as kernels
-from swiftapex.backends.cpu_ops import CpuOps
-from swiftapex.backends.reference import append, causal_attention, gather, split_heads
+from swiftapex.backends.cpu_ops import DTYPE_NUMBERS, CpuOps, reject
+from swiftapex.backends.reference import append, gather, split_heads
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
@@ -25,6 +25,7 @@ class CpuBackend:
         self._pool = kernels.ThreadPool(threads.count, list(threads.cpus))
         torch.set_num_threads(threads.count)
         self.ops: Ops = CpuOps(self._pool)
+        self._planned: tuple[AttentionBatch, kernels.DecodePlan] | None = None
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
@@ -38,35 +39,84 @@ class CpuBackend:
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:
         out = torch.empty((batch.num_tokens, shape.num_q_heads, shape.head_dim), dtype=qkv.dtype)
-        context_lens = batch.context_lens.tolist()
-        for row in range(batch.num_decodes):
-            attend_decode(kv, batch.block_table[row], context_lens[row], shape, qkv, out, row)
-        begin = batch.num_decodes
-        for request, n in enumerate(batch.chunk_lens, start=batch.num_decodes):
+        num_native = batch.num_decodes if takes_native(shape) else 0
+        if num_native > 0:
+            self._attend_decodes(kv, batch, shape, qkv, out)
+        lens = (1,) * (batch.num_decodes - num_native) + batch.chunk_lens
+        begin = num_native
+        for request, n in enumerate(lens, start=num_native):
             rows = slice(begin, begin + n)
-            blocks, context = batch.block_table[request], context_lens[request]
+            blocks, context = batch.block_table[request], int(batch.context_lens[request])
             attend_chunk(kv, blocks, context, shape, qkv[rows], out[rows])
             begin += n
-        return out.flatten(1)
+        return out.view(batch.num_tokens, -1)
+
+    def _attend_decodes(
+        self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor, out: Tensor
+    ) -> None:
+        """The first rows of qkv and out [tokens, heads, head_dim], as far as they are decodes."""
+        number, kv_number = DTYPE_NUMBERS.get(qkv.dtype), DTYPE_NUMBERS.get(kv.dtype)
+        table, head_dim = batch.block_table, shape.head_dim
+        if (
+            number is None
+            or kv_number is None
+            or table.dtype is not torch.int32
+            or qkv.shape[1:] != (shape.num_q_heads + 2 * shape.num_kv_heads, head_dim)
+            or kv.shape[1:] != (shape.num_kv_heads, 2, shape.block_size, head_dim)
+            or not (qkv.stride(1) == head_dim and qkv.stride(2) == table.stride(1) == 1)
+            or not (kv.is_contiguous() and kv.is_cpu and qkv.is_cpu and table.is_cpu)
+        ):
+            reject("attend", kv=kv, qkv=qkv, block_table=table)
+        q = qkv.data_ptr()
+        head_bytes = head_dim * qkv.element_size()
+        k = q + shape.num_q_heads * head_bytes
+        kernels.paged_decode_attention(
+            self._pool,
+            self._decode_plan(batch, shape),
+            number,
+            kv_number,
+            q,
+            k,
+            k + shape.num_kv_heads * head_bytes,
+            out.data_ptr(),
+            kv.data_ptr(),
+            table.data_ptr(),
+            qkv.stride(0),
+            qkv.stride(0),
+            qkv.stride(0),
+            out.stride(0),
+            table.stride(0),
+            shape.num_q_heads,
+            head_dim,
+            shape.scale,
+        )
+
+    def _decode_plan(self, batch: AttentionBatch, shape: AttentionShape) -> kernels.DecodePlan:
+        """The plan of this batch: made at a pass's first layer, kept for the others."""
+        if self._planned is not None and self._planned[0] is batch:
+            return self._planned[1]
+        lens = batch.context_lens
+        if lens.dtype is not torch.int32 or not lens.is_contiguous() or not lens.is_cpu:
+            reject("attend", context_lens=lens)
+        plan = kernels.DecodePlan(
+            lens.data_ptr(),
+            batch.num_decodes,
+            shape.num_kv_heads,
+            shape.block_size,
+            self._pool.num_threads,
+        )
+        self._planned = batch, plan
+        return plan
 
     def close(self) -> None:
         """Joins the native threads; later kernel calls raise RuntimeError."""
+        self._planned = None
         self._pool.close()
 
 
-def attend_decode(
-    kv: Tensor,
-    blocks: Tensor,
-    context: int,
-    shape: AttentionShape,
-    qkv: Tensor,
-    out: Tensor,
-    row: int,
-) -> None:
-    q, k, v = split_heads(qkv[row : row + 1], shape)
-    append(kv, blocks, context - 1, k, v)
-    keys, values = gather(kv, blocks, context)
-    out[row : row + 1] = causal_attention(q, keys, values, shape.scale)
+def takes_native(shape: AttentionShape) -> bool:
+    """Whether the native kernel takes the shape; if not, a decode is computed as a chunk."""
+    return shape.block_size % 16 == 0 and shape.block_size <= 128 and shape.head_dim % 8 == 0
 
 
 def attend_chunk(
@@ -100,7 +150,8 @@ def zeroed_huge_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = torch.Size(size).numel()
     if count == 0:
         return torch.zeros(size, dtype=dtype)
-    memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE)
+    # Private: most systems have no huge pages for shared memory, which is the default here.
+    memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
