@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ def smollm2_gguf() -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"), None)
+
+
+@functools.cache
+def smollm2_oracle() -> TransformersOracle:
+    """The oracle of `smollm2_gguf()`, one per pytest session: loading it takes ten seconds."""
+    path = smollm2_gguf()
+    assert path is not None
+    return TransformersOracle(path)
 
 
 class TransformersOracle:
@@ -37,7 +46,15 @@ class TransformersOracle:
         """float64 throughout, the rotary table included. (A GGUF's weights are float32 before.)"""
         model = self._load(torch.float32).double()
         rotary = model.model.rotary_emb
-        model.model.rotary_emb.forward = lambda x, position_ids: _rotate64(rotary, position_ids)
+        forward = rotary.forward
+
+        def exact(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            forward(x, position_ids)  # dynamic RoPE updates its frequencies here
+            angles = position_ids[..., None].double() * rotary.inv_freq.double()
+            both = torch.cat((angles, angles), dim=-1)
+            return both.cos() * rotary.attention_scaling, both.sin() * rotary.attention_scaling
+
+        rotary.forward = exact
         return model
 
     def logits(self, token_ids: list[int], double: bool = False) -> Tensor:
@@ -86,11 +103,16 @@ class TransformersOracle:
     def _load(self, dtype: torch.dtype) -> Any:
         from transformers import AutoModelForCausalLM
 
-        if self.path.suffix == ".gguf":
+        if self.path.suffix != ".gguf":
+            return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
+        import gguf
+
+        # transformers reads the file twice and builds one large table per tensor: half of the 20 s.
+        once = {n: functools.cache(getattr(gguf, n)) for n in ("GGUFReader", "get_tensor_name_map")}
+        with mock.patch.multiple(gguf, **once):
             return AutoModelForCausalLM.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, dtype=dtype
             ).eval()
-        return AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
 
     @staticmethod
     def _reset_rope(model: Any) -> None:
@@ -99,9 +121,3 @@ class TransformersOracle:
         if hasattr(rotary, "original_inv_freq"):
             rotary.inv_freq = rotary.original_inv_freq.clone()
             rotary.max_seq_len_cached = rotary.original_max_seq_len
-
-
-def _rotate64(rotary: Any, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    angles = position_ids[..., None].double() * rotary.inv_freq.double()
-    both = torch.cat((angles, angles), dim=-1)
-    return both.cos() * rotary.attention_scaling, both.sin() * rotary.attention_scaling

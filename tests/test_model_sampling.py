@@ -134,3 +134,12 @@ def test_many_random_rows_are_sampled_in_chunks() -> None:
     together = sample(logits, params, list(range(100))).token_ids.tolist()
     for i in range(100):
         assert together[i] == int(sample(logits[i : i + 1], [params[i]], [i]).token_ids)
+
+
+def test_cut_and_uncut_rows_in_one_batch() -> None:
+    logits = torch.randn(40, 60, generator=torch.Generator().manual_seed(4))
+    kinds = [P(temperature=1.0), P(temperature=1.0, top_k=5), P(temperature=1.0, top_p=0.8), P()]
+    params = [kinds[i % 4] for i in range(40)]
+    together = sample(logits, params, list(range(40))).token_ids.tolist()
+    for i in range(40):
+        assert together[i] == int(sample(logits[i : i + 1], [params[i]], [i]).token_ids)

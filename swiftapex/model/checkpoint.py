@@ -187,10 +187,13 @@ def _read_index(path: Path) -> dict[str, Path]:
 def _shards(folder: Path, suffix: str) -> list[Path]:
     """Shards `STEM-i-of-n.SUFFIX` without an index. All n must be there."""
     found: dict[int, Path] = {}
+    stem, width, total = "", 0, 0
     for path in sorted(folder.glob(f"*-of-*.{suffix}")):
         part = re.fullmatch(r"(model|pytorch_model)-(\d+)-of-(\d+)", path.stem)
         if part is None:
             continue
+        if found and int(part[3]) != total:
+            raise ModelLoadError(f"{path}: belongs to another set of shards than the rest")
         found[int(part[2])] = path
         stem, width, total = part[1], len(part[2]), int(part[3])
     if found and sorted(found) != list(range(1, total + 1)):

@@ -29,26 +29,38 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             raise ModelLoadError(f"{where}: metadata {architecture}.{key} is missing")
         return value
 
-    heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
-    head_dim = int(get("attention.key_length", hidden // heads))
-    if int(get("attention.value_length", head_dim)) != head_dim:
-        raise ModelLoadError(f"{where}: keys and values of different sizes are not supported")
-    if int(get("rope.dimension_count", head_dim)) != head_dim:
-        raise ModelLoadError(f"{where}: partial rotation is not supported")
+    def integer(key: str, default: int | None = None) -> int:
+        value = get(key, default)
+        if np.ndim(value) != 0:
+            raise ModelLoadError(f"{where}: layers differ in {architecture}.{key}")
+        return int(value)
+
+    heads, hidden = integer("attention.head_count"), integer("embedding_length")
+    head_dim = integer("attention.key_length", hidden // max(heads, 1))
+    unsupported = {
+        "keys and values of different sizes": integer("attention.value_length", head_dim)
+        != head_dim,
+        "partial rotation": integer("rope.dimension_count", head_dim) != head_dim,
+        "a mixture of experts": integer("expert_count", 0) > 0,
+        "a model split over several files": int(file.metadata.get("split.count", 1)) > 1,
+    }
+    for what, present in unsupported.items():
+        if present:
+            raise ModelLoadError(f"{where}: {what} is not supported")
     if "token_embd.weight" not in file.tensors:
         raise ModelLoadError(f"{where}: tensor token_embd.weight is missing")
-    positions = int(get("context_length"))
+    positions = integer("context_length")
     rope = _rope(file, get, positions, head_dim)
-    window = int(get("attention.sliding_window", 0)) or None
+    window = integer("attention.sliding_window", 0) or None
     length = scaled_length(rope, positions) if rope.type != "linear" else positions
     return ModelConfig(
         family=_FAMILIES[architecture],
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
-        intermediate_size=int(get("feed_forward_length")),
-        num_layers=int(get("block_count")),
+        intermediate_size=integer("feed_forward_length"),
+        num_layers=integer("block_count"),
         num_q_heads=heads,
-        num_kv_heads=int(get("attention.head_count_kv", heads)),
+        num_kv_heads=integer("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_length=length if window is None else min(length, window),
         norm_eps=float(get("attention.layer_norm_rms_epsilon")),
@@ -100,5 +112,13 @@ def _rope(file: GgufFile, get: Any, positions: int, head_dim: int) -> RopeConfig
         return RopeConfig("linear", theta, factor, original, frequency_factors=factors)
     if kind == "yarn":
         attention = float(get("rope.scaling.attn_factor", 1.0)) * (0.1 * np.log(factor) + 1.0)
-        return RopeConfig("yarn", theta, factor, original, attention_factor=float(attention))
+        return RopeConfig(
+            "yarn",
+            theta,
+            factor,
+            original,
+            attention_factor=float(attention),
+            beta_fast=float(get("rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(get("rope.scaling.yarn_beta_slow", 1.0)),
+        )
     raise ModelLoadError(f"{file.path}: RoPE scaling type {kind!r} is not supported")

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from swiftapex.core.errors import ModelLoadError
 from swiftapex.model.gguf_file import GgufFile
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types of the GGUF specification
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types of the GGUF specification
 
 # How text is cut before merging, by `tokenizer.ggml.pre`. The expressions belong to the models'
 # own tokenizers and decide their tokens.
@@ -109,12 +109,13 @@ def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
-    """Control tokens and user-defined ones are matched whole in a text; the former are special."""
+    """Control tokens and user-defined ones are matched whole in a text; the former, and the
+    unknown token, are special: decoding leaves them out."""
     types = metadata.get("token_type")
     if types is None:
         return
     tokens, kinds = metadata["tokens"], types.tolist()
-    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (_UNKNOWN, _CONTROL)]
     defined = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in control])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in defined])

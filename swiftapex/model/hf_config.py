@@ -22,11 +22,12 @@ from swiftapex.model.config import (
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "LLaMAForCausalLM": "llama",
+    "InternLMForCausalLM": "llama",  # the first generation: Llama with biases
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-_MODEL_TYPE_ALIASES = {"internlm": "llama"}  # InternLM's first generation: Llama with biases
+_MODEL_TYPE_ALIASES = {"internlm": "llama"}
 
 
 class Fields:
@@ -41,7 +42,10 @@ class Fields:
         return next((self.values[n] for n in names if n in self.values), None)
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        return int(self.number(*names, default=default))
+        value = self.number(*names, default=default)
+        if value != int(value):
+            raise ModelLoadError(f"{self.where}: {names[0]} must be a whole number, got {value}")
+        return int(value)
 
     def number(self, *names: str, default: float | None = None) -> float:
         value = self.get(*names)
@@ -126,7 +130,7 @@ def _family(f: Fields) -> str:
         named = "no model_type" if model_type is None else f"model_type {model_type!r}"
         supported = ", ".join(FAMILIES)
         raise ModelLoadError(f"{f.where}: {named}: supported are {supported}")
-    other = [a for a in architectures if _ARCHITECTURES.get(a) is None and not a.startswith("Inte")]
+    other = [a for a in architectures if a not in _ARCHITECTURES]
     if other:
         supported = ", ".join(_ARCHITECTURES)
         raise ModelLoadError(
@@ -168,8 +172,9 @@ def rope_from_hf(f: Fields, positions: int) -> RopeConfig:
     for name, values in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(values, dict) or any(isinstance(v, dict) for v in values.values()):
             raise ModelLoadError(f"{f.where}: {name} must be one flat object, got {values!r}")
-    r = Fields({**new, **old}, f"{f.where}: {'rope_scaling' if old else 'rope_parameters'}")
-    theta = float(r.number("rope_theta", default=f.number("rope_theta", default=10000.0)))
+    r = Fields(old or new, f"{f.where}: {'rope_scaling' if old else 'rope_parameters'}")
+    default = Fields(new, f.where).number("rope_theta", default=10000.0)
+    theta = float(r.number("rope_theta", default=f.number("rope_theta", default=default)))
     rope_type = r.get("rope_type", "type") or "default"
     if not old and rope_type == "default" and f.get("rope_condense_ratio") is not None:
         # longchat, from before rope_scaling existed

@@ -27,9 +27,10 @@ def sample(
     """logits [n, vocab] of any float type; row i is sampled under params[i], as that request's
     output token number token_indices[i].
 
-    Temperature 0: the argmax, the lowest id among equals. Else the row's tokens are ordered by
-    falling logit (equals: by rising id), cut to top_k, then to the shortest prefix whose
-    probability reaches top_p, and one uniform number picks from the cumulative sum, in float64.
+    Temperature 0: the argmax, the lowest id among equals. Else one uniform number picks from the
+    cumulative probabilities of the kept tokens, by rising id, in float64. Kept are the top_k
+    tokens of largest logit (among equals the lower ids), and of those the fewest, largest first,
+    whose probability reaches top_p.
     """
     largest, token_ids = logits.max(dim=-1)
     invalid = ~torch.isfinite(largest)
@@ -37,9 +38,8 @@ def sample(
     for begin in range(0, len(random_rows), _ROWS_AT_ONCE):
         rows = random_rows[begin : begin + _ROWS_AT_ONCE]
         index = torch.tensor(rows, device=logits.device)
-        token_ids[index] = _draw(
-            logits[index], [params[i] for i in rows], [token_indices[i] for i in rows]
-        )
+        numbers = [uniform(params[i].seed, token_indices[i]) for i in rows]
+        token_ids[index] = _draw(logits[index], [params[i] for i in rows], numbers)
     return Sampled(token_ids.masked_fill_(invalid, 0), invalid)
 
 
@@ -57,29 +57,38 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], token_indices: list[int]) -> Tensor:
-    """logits [k, vocab], all rows with temperature > 0 -> token ids [k] int64."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-    vocab = logits.shape[1]
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+def _draw(logits: Tensor, params: list[SamplingParams], numbers: list[float]) -> Tensor:
+    """logits [k, vocab], all rows with temperature > 0; numbers: one per row, uniform in [0, 1)
+    -> token ids [k] int64."""
     # The largest logit is taken off first: tiny temperatures then cannot overflow.
-    scaled = (ordered.double() - ordered[:, :1].double()) / column([p.temperature for p in params])
-    weights = scaled.exp()
-    if any(p.top_k for p in params):
-        top_k = column([p.top_k or vocab for p in params])
-        weights = weights.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, 0.0)
+    scaled = logits.double() - logits.amax(dim=-1, keepdim=True).double()
+    weights = (scaled / _column([p.temperature for p in params], logits)).exp()
+    cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+    if cut:  # sorting is slow, so only the rows that need it
+        index = torch.tensor(cut, device=logits.device)
+        weights[index] = _cut(logits[index], weights[index], [params[i] for i in cut])
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
-    if any(p.top_p < 1 for p in params):
-        limit = column([p.top_p for p in params]) * total
-        kept = (cumulative - weights < limit).sum(dim=-1, keepdim=True).clamp_min(1)
-        total = cumulative.gather(1, kept - 1)
-    target = column([uniform(p.seed, i) for p, i in zip(params, token_indices, strict=True)])
-    # First token whose cumulative weight exceeds the target; rounding must not step past the last
-    # token with weight.
-    chosen = (cumulative <= target * total).sum(dim=-1, keepdim=True)
-    last = (cumulative < total).sum(dim=-1, keepdim=True)
-    return ids.gather(1, torch.minimum(chosen, last)).squeeze(1)
+    # The first token whose cumulative weight exceeds the target. Rounding must not step past the
+    # last token with weight.
+    chosen = (cumulative <= _column(numbers, logits) * total).sum(dim=-1)
+    return torch.minimum(chosen, (cumulative < total).sum(dim=-1))
+
+
+def _cut(logits: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tensor:
+    """logits and weights [k, vocab] -> weights, 0 for what top_k and top_p leave out."""
+    vocab = weights.shape[1]
+    ids = logits.argsort(dim=-1, descending=True, stable=True)
+    falling = weights.gather(1, ids)
+    top_k = _column([p.top_k or vocab for p in params], weights)
+    falling.masked_fill_(torch.arange(vocab, device=weights.device) >= top_k, 0.0)
+    cumulative = falling.cumsum(dim=-1)
+    limit = _column([p.top_p for p in params], weights) * cumulative[:, -1:]
+    # A token stays while those before it have not reached the limit: the first always does.
+    falling.masked_fill_(cumulative - falling >= limit, 0.0)
+    return torch.zeros_like(weights).scatter_(1, ids, falling)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[k, 1] float64 on the device of `like`."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
