@@ -45,8 +45,8 @@ inline void prefetch_pair(const T* p, int64_t ahead) {
 
 // acc[h][t] += q[h] * k[t] for one vector pair.
 template <int Heads, bool Partial, class T>
-inline void score_pair(const T* k, int64_t head_dim, int n, const float* q, int q_stride,
-                       F32* acc) {
+[[gnu::always_inline]] inline void score_pair(const T* k, int64_t head_dim, int n, const float* q,
+                                              int q_stride, F32 (&acc)[TileShape<Heads>::kLanes]) {
     constexpr int kTokens = TileShape<Heads>::kTokens;
     F32 k0[kTokens], k1[kTokens];
 #pragma GCC unroll 16
@@ -106,8 +106,10 @@ inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, i
         }
 #pragma GCC unroll 4
         for (int v = 0; v < Shape::kVectors; ++v) {
-            store(scores + v * kWidth,
-                  transpose_sum(reinterpret_cast<F32(&)[kWidth]>(acc[v * kWidth])));
+            F32 sums[kWidth];
+#pragma GCC unroll 16
+            for (int i = 0; i < kWidth; ++i) sums[i] = acc[v * kWidth + i];
+            store(scores + v * kWidth, transpose_sum(sums));
         }
         scores += Shape::kLanes;
     }
