@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,9 @@ class CpuBackend:
     def __init__(self, threads: ThreadPlan) -> None:
         self._pool = kernels.ThreadPool(threads.count, list(threads.cpus))
         torch.set_num_threads(threads.count)
-        self.ops: Ops = CpuOps(self._pool)
-        self._planned: tuple[AttentionBatch, kernels.DecodePlan] | None = None
+        self._ops = CpuOps(self._pool)
+        self.ops: Ops = self._ops
+        self._planned: PlannedDecodes | None = None
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
@@ -55,24 +57,25 @@ class CpuBackend:
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor, out: Tensor
     ) -> None:
         """The first rows of qkv and out [tokens, heads, head_dim], as far as they are decodes."""
+        planned = self._planned
+        if planned is None or planned.batch is not batch or planned.shape is not shape:
+            planned = self._planned = plan_decodes(batch, shape, self._pool)
         number, kv_number = DTYPE_NUMBERS.get(qkv.dtype), DTYPE_NUMBERS.get(kv.dtype)
-        table, head_dim = batch.block_table, shape.head_dim
         if (
             number is None
             or kv_number is None
-            or table.dtype is not torch.int32
-            or qkv.shape[1:] != (shape.num_q_heads + 2 * shape.num_kv_heads, head_dim)
-            or kv.shape[1:] != (shape.num_kv_heads, 2, shape.block_size, head_dim)
-            or not (qkv.stride(1) == head_dim and qkv.stride(2) == table.stride(1) == 1)
-            or not (kv.is_contiguous() and kv.is_cpu and qkv.is_cpu and table.is_cpu)
+            or qkv.shape != planned.qkv_shape
+            or kv.shape[1:] != planned.kv_shape
+            or not (qkv.is_contiguous() and kv.is_contiguous())
+            or not (kv.is_cpu and qkv.is_cpu)
         ):
-            reject("attend", kv=kv, qkv=qkv, block_table=table)
+            reject("attend", kv=kv, qkv=qkv)
         q = qkv.data_ptr()
-        head_bytes = head_dim * qkv.element_size()
+        head_bytes = shape.head_dim * qkv.element_size()
         k = q + shape.num_q_heads * head_bytes
         kernels.paged_decode_attention(
             self._pool,
-            self._decode_plan(batch, shape),
+            planned.plan,
             number,
             kv_number,
             q,
@@ -80,38 +83,65 @@ class CpuBackend:
             k + shape.num_kv_heads * head_bytes,
             out.data_ptr(),
             kv.data_ptr(),
-            table.data_ptr(),
-            qkv.stride(0),
-            qkv.stride(0),
-            qkv.stride(0),
-            out.stride(0),
-            table.stride(0),
+            planned.table_address,
+            planned.qkv_stride,
+            planned.qkv_stride,
+            planned.qkv_stride,
+            shape.num_q_heads * shape.head_dim,
+            planned.table_stride,
             shape.num_q_heads,
-            head_dim,
+            shape.head_dim,
             shape.scale,
         )
-
-    def _decode_plan(self, batch: AttentionBatch, shape: AttentionShape) -> kernels.DecodePlan:
-        """The plan of this batch: made at a pass's first layer, kept for the others."""
-        if self._planned is not None and self._planned[0] is batch:
-            return self._planned[1]
-        lens = batch.context_lens
-        if lens.dtype is not torch.int32 or not lens.is_contiguous() or not lens.is_cpu:
-            reject("attend", context_lens=lens)
-        plan = kernels.DecodePlan(
-            lens.data_ptr(),
-            batch.num_decodes,
-            shape.num_kv_heads,
-            shape.block_size,
-            self._pool.num_threads,
-        )
-        self._planned = batch, plan
-        return plan
 
     def close(self) -> None:
         """Joins the native threads; later kernel calls raise RuntimeError."""
         self._planned = None
+        self._ops.clear()
         self._pool.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDecodes:
+    """What does not change between the layers of a pass."""
+
+    batch: AttentionBatch
+    shape: AttentionShape
+    plan: kernels.DecodePlan
+    qkv_shape: tuple[int, int, int]
+    qkv_stride: int  # elements from token to token
+    kv_shape: tuple[int, int, int, int]  # of one block
+    table_address: int
+    table_stride: int
+
+
+def plan_decodes(
+    batch: AttentionBatch, shape: AttentionShape, pool: kernels.ThreadPool
+) -> PlannedDecodes:
+    """Checks the batch's tables and shares its decodes out to the pool's threads."""
+    table, lens = batch.block_table, batch.context_lens
+    for t in (table, lens):
+        if t.dtype is not torch.int32 or not (t.is_contiguous() and t.is_cpu):
+            reject("attend", block_table=table, context_lens=lens)
+    if min(table.shape[0], lens.shape[0]) < batch.num_requests:
+        reject("attend", block_table=table, context_lens=lens)
+    heads = shape.num_q_heads + 2 * shape.num_kv_heads
+    return PlannedDecodes(
+        batch=batch,
+        shape=shape,
+        plan=kernels.DecodePlan(
+            lens.data_ptr(),
+            batch.num_decodes,
+            shape.num_kv_heads,
+            shape.block_size,
+            pool.num_threads,
+        ),
+        qkv_shape=(batch.num_tokens, heads, shape.head_dim),
+        qkv_stride=heads * shape.head_dim,
+        kv_shape=(shape.num_kv_heads, 2, shape.block_size, shape.head_dim),
+        table_address=table.data_ptr(),
+        table_stride=table.stride(0),
+    )
 
 
 def takes_native(shape: AttentionShape) -> bool:

@@ -3,6 +3,7 @@ the kernels take addresses and believe what they are told."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -17,11 +18,21 @@ DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 class CpuOps:
     """n: tokens of the batch. Tensors lie in host memory, in one of the dtypes float32, float16
     and bfloat16 that all arguments share; the last dimension is dense, others may have any stride.
-    Anything else raises ValueError. Results are new dense tensors."""
+    Anything else raises ValueError. Results are new dense tensors.
+
+    A decode pass makes a few hundred calls of a few microseconds each, so their order of checks
+    matters: what is true of dense tensors is asked first. What is known of a weight is kept with
+    the weight, until `clear`.
+    """
 
     def __init__(self, pool: kernels.ThreadPool) -> None:
         self._pool = pool
+        self._weights: dict[tuple[int, int], _Weight] = {}
         self._native_rows = native_linear_rows()
+
+    def clear(self) -> None:
+        """Lets go of all weights."""
+        self._weights.clear()
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """[n] integer ids, [vocab, hidden] -> [n, hidden]; an id out of range is an IndexError."""
@@ -30,36 +41,30 @@ class CpuOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [n, dim] or [n, heads, dim], weight [dim]. The normalised x is rounded to the dtype
         before it is multiplied by the weight."""
-        number = DTYPE_NUMBERS.get(x.dtype)
-        y = torch.empty(x.shape, dtype=x.dtype)
-        if x.dim() == 2:
-            n, dim = x.shape
-            heads, head_stride = 1, 0
-            y_strides = (dim, 0)
-        else:
-            n, heads, dim = x.shape
-            head_stride = x.stride(1)
-            y_strides = (heads * dim, dim)
-        if (
-            number is None
-            or weight.dtype is not x.dtype
-            or weight.shape != (dim,)
-            or not (x.stride(-1) == weight.stride(0) == 1)
-            or not (x.is_cpu and weight.is_cpu)
-        ):
+        known = self._weights.get((id(weight), 0)) or self._remember(weight, None)
+        shape = x.shape
+        dim = shape[-1]
+        n, heads = (shape[0], 1) if len(shape) == 2 else shape[:2]
+        if x.dtype is not known.dtype or known.shape != (dim,) or not x.is_cpu:
             reject("rms_norm", x=x, weight=weight)
+        x_strides = (heads * dim, dim)
+        if not x.is_contiguous():
+            if x.stride(-1) != 1:
+                reject("rms_norm", x=x, weight=weight)
+            x_strides = (x.stride(0), x.stride(1))
+        y = torch.empty(shape, dtype=known.dtype)
         kernels.rms_norm(
             self._pool,
-            number,
+            known.number,
             x.data_ptr(),
-            weight.data_ptr(),
+            known.address,
             y.data_ptr(),
             n,
             heads,
             dim,
-            x.stride(0),
-            head_stride,
-            *y_strides,
+            *x_strides,
+            heads * dim,
+            dim,
             eps,
         )
         return y
@@ -70,46 +75,40 @@ class CpuOps:
         """x [n, in] @ weight [out, in]^T + bias [out] + residual [n, out]. float32 sums; the
         result is rounded to the dtype before the residual is added. Few rows are bound by reading
         the weight and take the native kernel; many rows go to torch."""
-        dtype = x.dtype
-        number = DTYPE_NUMBERS.get(dtype)
-        if (
-            number is None
-            or x.dim() != 2
-            or weight.dim() != 2
-            or weight.dtype is not dtype
-            or x.shape[1] != weight.shape[1]
-            or not (x.stride(1) == weight.stride(1) == 1)
-            or not (x.is_cpu and weight.is_cpu)
-        ):
-            reject("linear", x=x, weight=weight)
+        key = (id(weight), 0 if bias is None else id(bias))
+        known = self._weights.get(key) or self._remember(weight, bias)
+        dtype = known.dtype
         n, inner = x.shape
-        if n > self._native_rows[number]:
+        if x.dtype is not dtype or inner != known.inner or not x.is_cpu:
+            reject("linear", x=x, weight=weight)
+        out = known.shape[0]
+        residual_address = 0
+        x_stride, residual_stride = inner, out
+        if not x.is_contiguous():
+            x_stride = row_stride("linear", x)
+        if residual is not None:
+            if residual.dtype is not dtype or residual.shape != (n, out) or not residual.is_cpu:
+                reject("linear", x=x, weight=weight, residual=residual)
+            if not residual.is_contiguous():
+                residual_stride = row_stride("linear", residual)
+            residual_address = residual.data_ptr()
+        if n > self._native_rows[known.number]:
             y = F.linear(x, weight, bias)
             return y if residual is None else y.add_(residual)
-        out = weight.shape[0]
-        bias_address = residual_address = residual_stride = 0
-        if bias is not None:
-            if bias.dtype is not dtype or bias.shape != (out,) or bias.stride(0) != 1:
-                reject("linear", x=x, weight=weight, bias=bias)
-            bias_address = bias.data_ptr()
-        if residual is not None:
-            if residual.dtype is not dtype or residual.shape != (n, out) or residual.stride(1) != 1:
-                reject("linear", x=x, weight=weight, residual=residual)
-            residual_address, residual_stride = residual.data_ptr(), residual.stride(0)
         y = torch.empty((n, out), dtype=dtype)
         kernels.linear(
             self._pool,
-            number,
+            known.number,
             x.data_ptr(),
-            weight.data_ptr(),
-            bias_address,
+            known.address,
+            known.bias_address,
             residual_address,
             y.data_ptr(),
             n,
             inner,
             out,
-            x.stride(0),
-            weight.stride(0),
+            x_stride,
+            known.stride,
             residual_stride,
             out,
         )
@@ -119,13 +118,14 @@ class CpuOps:
         """Rotates x [n, heads, head_dim] in place; rotation [n, head_dim] float32."""
         number = DTYPE_NUMBERS.get(x.dtype)
         n, heads, dim = x.shape
+        stride_n, stride_head, stride = x.stride()
         if (
             number is None
             or rotation.dtype is not torch.float32
             or rotation.shape != (n, dim)
             or dim % 2 != 0
-            or not (x.stride(2) == rotation.stride(1) == 1)
-            or not (x.is_cpu and rotation.is_cpu)
+            or stride != 1
+            or not (rotation.is_contiguous() and x.is_cpu and rotation.is_cpu)
         ):
             reject("rope", x=x, rotation=rotation)
         kernels.rope(
@@ -136,31 +136,70 @@ class CpuOps:
             n,
             heads,
             dim,
-            x.stride(0),
-            x.stride(1),
-            rotation.stride(0),
+            stride_n,
+            stride_head,
+            dim,
         )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[n, 2 * inner] -> silu(first half) * second half, [n, inner]; silu is rounded to the
         dtype before the product."""
-        number = DTYPE_NUMBERS.get(gate_up.dtype)
+        dtype = gate_up.dtype
+        number = DTYPE_NUMBERS.get(dtype)
         n, width = gate_up.shape
-        if number is None or width % 2 != 0 or gate_up.stride(1) != 1 or not gate_up.is_cpu:
+        if number is None or width % 2 != 0 or not gate_up.is_cpu:
             reject("silu_mul", gate_up=gate_up)
+        stride = width if gate_up.is_contiguous() else row_stride("silu_mul", gate_up)
         inner = width // 2
-        y = torch.empty((n, inner), dtype=gate_up.dtype)
+        y = torch.empty((n, inner), dtype=dtype)
         kernels.silu_mul(
-            self._pool,
-            number,
-            gate_up.data_ptr(),
-            y.data_ptr(),
-            n,
-            inner,
-            gate_up.stride(0),
-            inner,
+            self._pool, number, gate_up.data_ptr(), y.data_ptr(), n, inner, stride, inner
         )
         return y
+
+    def _remember(self, weight: Tensor, bias: Tensor | None) -> _Weight:
+        number = DTYPE_NUMBERS.get(weight.dtype)
+        if number is None or not weight.is_cpu or weight.dim() not in (1, 2):
+            reject("weight", weight=weight)
+        stride = weight.stride(0) if weight.dim() == 1 else row_stride("weight", weight)
+        if weight.dim() == 1 and stride != 1:
+            reject("weight", weight=weight)
+        shape = tuple(weight.shape)
+        if bias is not None and (
+            bias.dtype is not weight.dtype or bias.shape != shape[:1] or not bias.is_contiguous()
+        ):
+            reject("linear", weight=weight, bias=bias)
+        known = _Weight(
+            tensors=(weight, bias),
+            dtype=weight.dtype,
+            number=number,
+            shape=shape,
+            inner=shape[1] if len(shape) == 2 else -1,
+            stride=stride,
+            address=weight.data_ptr(),
+            bias_address=0 if bias is None else bias.data_ptr(),
+        )
+        self._weights[id(weight), 0 if bias is None else id(bias)] = known
+        return known
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    tensors: tuple[Tensor, Tensor | None]  # kept alive: the key is made of their ids
+    dtype: torch.dtype
+    number: int
+    shape: tuple[int, ...]
+    inner: int  # -1: a vector
+    stride: int  # elements between rows
+    address: int
+    bias_address: int  # 0: no bias
+
+
+def row_stride(operation: str, x: Tensor) -> int:
+    """Elements from one row of x [n, d] to the next; ValueError unless the rows are dense."""
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        reject(operation, x=x)
+    return x.stride(0)
 
 
 def native_linear_rows() -> tuple[int, int, int]:
