@@ -140,7 +140,7 @@ def _expand(data: Mapping[str, Any], file: str) -> tuple[ExperimentConfig, list[
         sweep = {}
     for key, values in sweep.items():
         _check_swept(key, values, file)
-    plans: dict[str, RunPlan] = {}
+    plans: dict[str, RunPlan] = {}  # by name and swept values
     configs: list[ExperimentConfig] = []
     for values in itertools.product(*sweep.values()):
         chosen = dict(zip(sweep, values, strict=True))
@@ -152,9 +152,10 @@ def _expand(data: Mapping[str, Any], file: str) -> tuple[ExperimentConfig, list[
         configs.append(config)
         for index, run in enumerate(config.runs):
             mine = {key: value for key, value in chosen.items() if _concerns(key, run.name)}
-            folder = _folder(run.name, mine)
-            if folder not in plans:
-                plans[folder] = _plan(config, index, folder, mine, combined, label)
+            identity = f"{run.name} {mine}"
+            if identity not in plans:
+                folder = _folder(run.name, mine, [plan.folder for plan in plans.values()])
+                plans[identity] = _plan(config, index, folder, mine, combined, label)
     return configs[0], list(plans.values())
 
 
@@ -201,7 +202,9 @@ def _concerns(key: str, run_name: str) -> bool:
     return not key.startswith("runs.") or key.startswith(f"runs.{run_name}.")
 
 
-def _folder(run_name: str, sweep: Mapping[str, Any]) -> str:
-    """The run's name and its swept values, as a file name."""
+def _folder(run_name: str, sweep: Mapping[str, Any], taken: Sequence[str]) -> str:
+    """The run's name and its swept values, as a file name that is not taken yet."""
     parts = [f"{key.rpartition('.')[2]}={value}" for key, value in sweep.items()]
-    return re.sub(r"[^A-Za-z0-9._+=-]+", "-", "__".join([run_name, *parts]))
+    name = re.sub(r"[^A-Za-z0-9._+=-]+", "-", "__".join([run_name, *parts]))[:120]
+    numbered = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
+    return next(folder for folder in numbered if folder not in taken)

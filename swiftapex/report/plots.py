@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from swiftapex.core.records import IterationRecord
 from swiftapex.report.files import RunResult
 from swiftapex.report.table import label
 
@@ -52,7 +53,7 @@ def tokens_over_time(results: Sequence[RunResult]) -> str:
     def draw(axes: Axes) -> None:
         for result in results:
             times = sorted(t for o in result.log.outcomes for t in o.token_times_s)
-            points = thinned(list(enumerate(times, start=1)))
+            points = _thinned(list(enumerate(times, start=1)))
             axes.plot(
                 [0.0, *(time_s for _, time_s in points)],
                 [0, *(count for count, _ in points)],
@@ -66,18 +67,17 @@ def tokens_over_time(results: Sequence[RunResult]) -> str:
 
 
 def batch_composition(result: RunResult) -> str:
-    """Tokens of each iteration's batch: prefill, and decodes per side of their KV."""
+    """Tokens of an iteration's batch: prefill, and decodes per side of their KV. A long run is
+    shown as means over a few neighbouring iterations, so that rare prefills are not lost."""
 
     def draw(axes: Axes) -> None:
-        records = thinned(result.log.iterations)
-        axes.stackplot(
-            [record.index for record in records],
-            [record.gpu_decodes for record in records],
-            [record.cpu_decodes for record in records],
-            [record.prefill_tokens for record in records],
-            labels=("GPU decodes", "CPU decodes", "prefill tokens"),
-            step="post",
-        )
+        groups = _groups(result.log.iterations)
+        means = [
+            [sum(getattr(record, name) for record in group) / len(group) for group in groups]
+            for name in ("gpu_decodes", "cpu_decodes", "prefill_tokens")
+        ]
+        labels = ("GPU decodes", "CPU decodes", "prefill tokens")
+        axes.stackplot([group[0].index for group in groups], means, labels=labels, step="post")
         axes.set_yscale("symlog", linthresh=64)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("iteration")
@@ -91,7 +91,7 @@ def block_use(result: RunResult) -> str:
     """Share of KV blocks in use after each iteration, per side that has any."""
 
     def draw(axes: Axes) -> None:
-        records = thinned(result.log.iterations)
+        records = _thinned(result.log.iterations)
         for side, total in (("gpu", result.gpu_blocks), ("cpu", result.cpu_blocks)):
             if total:
                 used = [100 * (1 - getattr(r, f"{side}_blocks_free") / total) for r in records]
@@ -105,13 +105,19 @@ def block_use(result: RunResult) -> str:
     return _svg(draw, height=2.2)
 
 
-def thinned(points: Sequence[Any], most: int = _MOST_POINTS) -> Sequence[Any]:
+def _thinned(points: Sequence[Any], most: int = _MOST_POINTS) -> Sequence[Any]:
     """At most about `most` of the points, evenly chosen, the last one included."""
     step = max(1, -(-len(points) // most))
     chosen = list(points[::step])
     if points and (len(points) - 1) % step:
         chosen.append(points[-1])
     return chosen
+
+
+def _groups(records: Sequence[IterationRecord]) -> list[Sequence[IterationRecord]]:
+    """Neighbours together, in at most about _MOST_POINTS groups."""
+    size = max(1, -(-len(records) // _MOST_POINTS))
+    return [records[start : start + size] for start in range(0, len(records), size)]
 
 
 def _svg(draw: Callable[[Axes], None], height: float, width: float = 7.5) -> str:
