@@ -1,0 +1,274 @@
+"""Metrics against values worked out by hand, and the files that are written."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import struct
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftapex.config.load import RunPlan
+from swiftapex.config.schema import (
+    EngineConfig,
+    ModelSection,
+    SloConfig,
+    WindowConfig,
+    WorkloadConfig,
+)
+from swiftapex.core.records import IterationRecord
+from swiftapex.report.environment import describe_environment, git_revision
+from swiftapex.report.files import RunResult, create_folder, write_run, write_summary
+from swiftapex.report.html import samples, write_report
+from swiftapex.report.metrics import DEFINITIONS, outputs_sha256, percentile, summarize
+from swiftapex.report.table import duration, results_table
+from swiftapex.workloads.replay import RequestOutcome, RunLog
+
+START_S = 1000.0  # the engine's clock at the first arrival
+
+
+def iteration(index: int, at_s: float, **values: Any) -> IterationRecord:
+    fields = {
+        "duration_us": 1000.0,
+        "schedule_us": 10.0,
+        "pipeline": "sequential",
+        "prefill_tokens": 0,
+        "gpu_decodes": 0,
+        "cpu_decodes": 0,
+        "completed_tokens": 1,
+        "waiting": 0,
+        "running": 1,
+        "gpu_blocks_free": 3,
+        "cpu_blocks_free": 4,
+        "preemptions": 0,
+    } | values
+    return IterationRecord(index=index, start_s=START_S + at_s, **fields)  # type: ignore[arg-type]
+
+
+OUTCOMES = (
+    # ttft 1000, e2e 3000, tpot (3000 - 1000) / 2 = 1000, per token 1000, NEO's 3000 / 7
+    RequestOutcome(0, "hello", 4, 0.0, "length", (5, 6, 7), (1.0, 2.0, 3.0), "a b c"),
+    # ttft 500, e2e 500, no tpot, per token 500, NEO's 500 / 10
+    RequestOutcome(1, None, 9, 0.5, "stop", (2,), (1.0,), ""),
+    # failed after two tokens, and refused: in nothing but num_failed and the hash
+    RequestOutcome(2, None, 9, 0.5, "error", (8, 9), (9.0, 10.0), "", "NaN"),
+    RequestOutcome(3, None, 0, 0.5, "error", error="empty prompt"),
+    # ttft 1500, e2e 4500, tpot 3000, per token 2250, NEO's 4500 / 5
+    RequestOutcome(4, "again", 3, 0.5, "length", (1, 1), (2.0, 5.0), "x"),
+)
+ITERATIONS = (
+    iteration(0, 0.0, gpu_decodes=2, cpu_decodes=1, predicted_us=900.0),
+    iteration(1, 1.0, gpu_decodes=1, pipeline="asymmetric", predicted_us=1500.0),
+    iteration(2, 2.0, cpu_decodes=4, pipeline="mine", predicted_us=1000.0),
+    iteration(3, 3.0),
+)
+LOG = RunLog(START_S, OUTCOMES, ITERATIONS)
+
+
+def test_summary_by_hand() -> None:
+    summary = summarize(LOG)
+    assert summary["num_requests"] == 5
+    assert summary["num_failed"] == 2
+    assert summary["num_unfinished"] == 0
+    assert summary["output_tokens"] == 6
+    assert summary["duration_s"] == 5.0
+    assert summary["output_tokens_per_s"] == pytest.approx(1.2)
+    assert summary["requests_per_s"] == pytest.approx(0.6)
+    assert summary["ttft_ms"] == pytest.approx(
+        {"mean": 1000.0, "p50": 1000.0, "p90": 1400.0, "p99": 1490.0}
+    )
+    assert summary["tpot_ms"] == pytest.approx(
+        {"mean": 2000.0, "p50": 2000.0, "p90": 2800.0, "p99": 2980.0}
+    )
+    assert summary["e2e_ms"]["mean"] == pytest.approx(8000 / 3)
+    assert summary["per_token_latency_ms"]["mean"] == pytest.approx(1250.0)
+    assert summary["per_token_latency_ms"]["p50"] == pytest.approx(1000.0)
+    assert summary["per_token_latency_neo_ms"]["p50"] == pytest.approx(3000 / 7)
+    assert summary["strategy_share"] == {
+        "sequential": 0.5,
+        "asymmetric": 0.25,
+        "async_overlap": 0.0,
+        "symmetric": 0.0,
+        "mine": 0.25,
+    }
+    assert summary["cpu_token_share"] == pytest.approx(5 / 8)
+    assert summary["prediction_error_p50"] == pytest.approx(0.1)
+    assert summary["gpu_busy"] is None
+    assert summary["slo_attainment"] is None
+
+
+def test_hash_by_hand() -> None:
+    ids = [5, 6, 7, -1, 2, -1, 8, 9, -1, -1, 1, 1, -1]
+    expected = hashlib.sha256(struct.pack("<13i", *ids)).hexdigest()
+    assert summarize(LOG)["outputs_sha256"] == expected
+    assert outputs_sha256([]) == hashlib.sha256().hexdigest()
+
+
+def test_what_cannot_be_measured_is_null() -> None:
+    failed = tuple(outcome for outcome in OUTCOMES if outcome.failed)
+    summary = summarize(RunLog(START_S, failed, ()))
+    assert summary["output_tokens"] == 0
+    nothing = {"mean": None, "p50": None, "p90": None, "p99": None}
+    for name in ("ttft_ms", "tpot_ms", "e2e_ms", "per_token_latency_ms"):
+        assert summary[name] == nothing
+    for name in ("duration_s", "output_tokens_per_s", "requests_per_s", "strategy_share"):
+        assert summary[name] is None
+    assert summary["cpu_token_share"] is None
+    assert summary["prediction_error_p50"] is None
+
+
+def test_unfinished_requests_have_no_hash() -> None:
+    open_request = replace(OUTCOMES[4], finish_reason="unfinished")
+    summary = summarize(RunLog(START_S, (*OUTCOMES[:4], open_request), ITERATIONS, True))
+    assert summary["num_unfinished"] == 1
+    assert summary["outputs_sha256"] is None
+    assert (summary["output_tokens"], summary["duration_s"]) == (4, 3.0)
+
+
+def test_window_by_hand() -> None:
+    # [0.9, 2.9): tokens at 1.0, 2.0, 1.0, 2.0; only request 1 completes; iterations 1 and 2.
+    summary = summarize(LOG, WindowConfig(warmup_s=0.9, measure_s=2.0))
+    assert summary["output_tokens"] == 4
+    assert summary["duration_s"] == pytest.approx(1.1)  # the run's tokens end inside the window
+    assert summary["ttft_ms"]["mean"] == 500.0
+    assert summary["strategy_share"]["asymmetric"] == 0.5
+
+    open_request = replace(OUTCOMES[4], finish_reason="unfinished")
+    log = RunLog(START_S, (*OUTCOMES[:4], open_request), ITERATIONS)
+    summary = summarize(log, WindowConfig(warmup_s=0.9, measure_s=2.0))
+    assert summary["duration_s"] == pytest.approx(2.0)
+    assert summary["output_tokens_per_s"] == pytest.approx(2.0)
+    assert summary["requests_per_s"] == pytest.approx(0.5)
+
+
+def test_slo_attainment_by_hand() -> None:
+    assert summarize(LOG, slo=SloConfig(ttft_ms=1200))["slo_attainment"] == pytest.approx(2 / 3)
+    both = SloConfig(ttft_ms=1200, tpot_ms=999)
+    assert summarize(LOG, slo=both)["slo_attainment"] == pytest.approx(1 / 3)
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([], 50) is None
+    assert percentile([3.0], 99) == 3.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert percentile([1.0, 2.0, 3.0, 4.0, 5.0], 90) == pytest.approx(4.6)
+
+
+def result(name: str = "gpu-only", log: RunLog = LOG, **sweep: Any) -> RunResult:
+    plan = RunPlan(
+        name=name,
+        folder=name,
+        policy="gpu_only",
+        policy_args={},
+        model=ModelSection(architecture="tiny", weights="dummy"),
+        engine=EngineConfig(),
+        workload=WorkloadConfig(path="p.jsonl"),
+        seed=0,
+        sweep=sweep,
+    )
+    return RunResult(plan, log, gpu_blocks=8, cpu_blocks=16)
+
+
+def test_folders_are_never_reused(tmp_path: Path) -> None:
+    folders = [create_folder(tmp_path, "name") for _ in range(5)]
+    assert len(set(folders)) == 5
+    assert all(folder.is_dir() and folder.parent == tmp_path / "name" for folder in folders)
+
+
+def test_run_files(tmp_path: Path) -> None:
+    write_run(tmp_path, result())
+    requests = [json.loads(line) for line in (tmp_path / "requests.jsonl").open(encoding="utf-8")]
+    assert [request["output_tokens"] for request in requests] == [3, 1, 2, 0, 2]
+    assert requests[0]["ttft_ms"] == 1000.0
+    assert requests[1]["tpot_ms"] is None
+    assert requests[2]["e2e_ms"] is None
+    assert requests[3]["error"] == "empty prompt"
+    lines = [json.loads(line) for line in (tmp_path / "iterations.jsonl").open()]
+    assert [line["start_s"] for line in lines] == [0.0, 1.0, 2.0, 3.0]
+    assert lines[1]["predicted_us"] == 1500.0
+    assert "block_size: 32" in (tmp_path / "run.yaml").read_text()
+
+
+def test_summary_files(tmp_path: Path) -> None:
+    runs = [result(), result("other", **{"engine.block_size": 16})]
+    write_summary(tmp_path, "example", runs, {"third": "out of memory"})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["name"] == "example"
+    assert [run["name"] for run in summary["runs"]] == ["gpu-only", "other"]
+    assert summary["runs"][1]["sweep"] == {"engine.block_size": 16}
+    assert summary["failed_runs"] == [{"folder": "third", "error": "out of memory"}]
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ttft_ms.p50"] for row in rows] == ["1000.0", "1000.0"]
+    assert rows[1]["sweep.engine.block_size"] == "16"
+    assert rows[0]["gpu_busy"] == ""
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str | None] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value for key, value in attrs if key in ("src", "href")]
+
+
+def test_report_is_one_file_with_plots_samples_and_definitions(tmp_path: Path) -> None:
+    hostile = replace(OUTCOMES[0], prompt="<script>alert(1)</script>", text="1 < 2 & 3")
+    log = RunLog(START_S, (hostile, *OUTCOMES[1:]), ITERATIONS)
+    path = tmp_path / "report.html"
+    runs = [result(log=log), result("other", log)]
+    write_report(path, "example", "Why.", runs, {"third": "no"}, {"cpu": "x"}, "seed: 0")
+    text = path.read_text(encoding="utf-8")
+    parser = _Tags()
+    parser.feed(text)
+    assert parser.tags.count("svg") == 4 + 2 * 2
+    assert "script" not in parser.tags
+    assert all(link is None or link.startswith("#") for link in parser.links)
+    for expected in ("1 &lt; 2 &amp; 3", "gpu-only, other", "Run third failed: no", "seed: 0"):
+        assert expected in text
+    for term in DEFINITIONS:
+        assert f"<code>{term}</code>" in text
+
+
+def test_report_without_results(tmp_path: Path) -> None:
+    write_report(tmp_path / "r.html", "x", "", [], {"run": "broken"}, {}, "")
+    assert "Run run failed: broken" in (tmp_path / "r.html").read_text()
+
+
+def test_samples_join_runs_with_equal_texts() -> None:
+    other = replace(OUTCOMES[0], text="different")
+    found = samples([result(), result("same"), result("other", RunLog(START_S, (other,), ()))])
+    assert found[0] == ("hello", [("gpu-only, same", "a b c"), ("other", "different")])
+    assert [prompt for prompt, _ in found] == ["hello", "again"]
+
+
+def test_table_is_readable() -> None:
+    runs = [result().summary(), result("other").summary()]
+    lines = results_table(runs).splitlines()
+    assert lines[0].split("  ")[0] == "run"
+    assert "3 of 5, 2 failed" in lines[2]
+    assert "1.2" in lines[2]
+    assert "1.00 s" in lines[2]
+    assert lines[-1] == "All 2 runs generated the same tokens."
+    runs[1]["outputs_sha256"] = "other"
+    assert "did not all generate the same tokens" in results_table(runs)
+    assert [duration(value) for value in (None, 0.1234, 99.9, 512.3, 1500)] == [
+        "-", "0.123 ms", "99.9 ms", "512 ms", "1.50 s",
+    ]  # fmt: skip
+
+
+def test_environment_is_described(tmp_path: Path) -> None:
+    environment = describe_environment()
+    assert environment["packages"]["torch"] is not None
+    assert environment["cpu"]["usable_threads"] >= 1
+    assert environment["memory"]["total_bytes"] > 2**28
+    json.dumps(environment)
+    assert git_revision(tmp_path) is None
