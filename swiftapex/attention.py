@@ -2,47 +2,129 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Backend
 from swiftapex.core.request import Placement
+from swiftapex.kv.staging import StagedPrefill
 from swiftapex.kv.store import KVStore
 
 
 class Ticket(Protocol):
-    """One attention call in flight. Consumed once."""
+    """One attention call in flight. Its result is consumed once."""
 
     def ready(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""
 
     def wait(self) -> Tensor:
-        """O [tokens, q_heads * head_dim]."""
+        """O [rows, q_heads * head_dim]. RuntimeError the second time."""
 
 
-class _Done:
-    """A ticket whose work was done when it was submitted."""
+class CpuAttention(Protocol):
+    """Starts decode attention over KV in host memory: appends K and V, attends, sets a word."""
 
-    def __init__(self, output: Tensor) -> None:
-        self._output = output
+    def submit(
+        self, layer: int, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
+    ) -> Ticket: ...
 
-    def ready(self) -> bool:
-        return True
+    def close(self) -> None: ...
 
-    def wait(self) -> Tensor:
-        return self._output
+
+@dataclass(frozen=True, slots=True)
+class BoundBatch:
+    """A sub-batch or cohort as tensors, bound to its requests' state in the worker.
+
+    Its tokens lie in the order of their attention calls: `gpu` (decodes, then chunks), `staged`
+    (chunks of prompts bound for the CPU), `cpu` (decodes).
+    """
+
+    request_ids: tuple[int, ...]  # one per row, in row order
+    token_ids: Tensor  # [tokens] int64
+    rotation: Tensor  # [tokens, head_dim] float32
+    gpu: AttentionBatch | None
+    staged: StagedPrefill | None
+    cpu: AttentionBatch | None
+    completing: tuple[int, ...]  # requests whose token the pass completes
+    token_indices: tuple[int, ...]  # of those tokens in their requests' outputs: 0 is the first
+    last_rows: Tensor  # [completing] int64: where in the batch their last positions lie
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    def select(self, rows: Sequence[int]) -> BoundBatch:
+        """Some rows of a batch of CPU decodes only, as a batch of its own."""
+        assert self.cpu is not None and self.gpu is None and self.staged is None
+        index = torch.tensor(rows, dtype=torch.int64)
+        cpu = replace(
+            self.cpu,
+            num_decodes=len(rows),
+            block_table=self.cpu.block_table[index],
+            context_lens=self.cpu.context_lens[index],
+        )
+        return replace(
+            self,
+            request_ids=tuple(self.request_ids[i] for i in rows),
+            token_ids=self.token_ids[index],
+            rotation=self.rotation[index],
+            cpu=cpu,
+            completing=tuple(self.completing[i] for i in rows),
+            token_indices=tuple(self.token_indices[i] for i in rows),
+            last_rows=torch.arange(len(rows)),
+        )
 
 
 class Attention:
-    """`submit` starts the attention of a sub-batch at one layer and returns its ticket."""
+    """`submit` starts the attention of a batch at one layer and returns its ticket."""
 
-    def __init__(self, store: KVStore, gpu: Backend, shape: AttentionShape) -> None:
+    def __init__(
+        self, store: KVStore, gpu: Backend, cpu: CpuAttention | None, shape: AttentionShape
+    ) -> None:
         self._store = store
         self._gpu = gpu
+        self._cpu = cpu
         self._shape = shape
 
-    def submit(self, layer: int, batch: AttentionBatch, qkv: Tensor) -> Ticket:
-        """qkv [tokens, q_heads + 2 * kv_heads, head_dim]: K and V are appended, then attended."""
-        kv = self._store.layer(Placement.GPU, layer)
-        return _Done(self._gpu.attend(kv, batch, self._shape, qkv))
+    def submit(self, layer: int, batch: BoundBatch, qkv: Tensor) -> Ticket:
+        """qkv [tokens, q_heads + 2 * kv_heads, head_dim]: K and V are appended, then attended.
+        CPU rows are handed over first, and are attended while the others are computed here."""
+        end = batch.num_tokens
+        on_cpu: Ticket | None = None
+        if batch.cpu is not None:
+            assert self._cpu is not None, "this engine has no CPU side"
+            end -= batch.cpu.num_tokens
+            kv = self._store.layer(Placement.CPU, layer)
+            on_cpu = self._cpu.submit(layer, kv, batch.cpu, self._shape, qkv[end:])
+        outputs = []
+        begin = 0
+        if batch.gpu is not None:
+            begin = batch.gpu.num_tokens
+            kv = self._store.layer(Placement.GPU, layer)
+            outputs.append(self._gpu.attend(kv, batch.gpu, self._shape, qkv[:begin]))
+        if batch.staged is not None:
+            outputs.append(batch.staged.attend(layer, self._gpu, self._shape, qkv[begin:end]))
+        return on_cpu if on_cpu is not None and not outputs else _Parts(outputs, on_cpu)
+
+
+class _Parts:
+    """Outputs that are there already, and those of the CPU rows behind them."""
+
+    def __init__(self, outputs: list[Tensor], on_cpu: Ticket | None) -> None:
+        self._outputs: list[Tensor] | None = outputs
+        self._on_cpu = on_cpu
+
+    def ready(self) -> bool:
+        return self._on_cpu is None or self._on_cpu.ready()
+
+    def wait(self) -> Tensor:
+        if self._outputs is None:
+            raise RuntimeError("the attention result has been taken already")
+        outputs, self._outputs = self._outputs, None
+        if self._on_cpu is not None:
+            outputs.append(self._on_cpu.wait())
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

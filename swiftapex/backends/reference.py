@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,6 +66,54 @@ class ReferenceBackend:
             out[begin : begin + n] = o.reshape(n, -1)
             begin += n
         return out
+
+    def close(self) -> None:
+        pass
+
+
+class _Done:
+    """A ticket whose work was done when it was submitted."""
+
+    def __init__(self, output: Tensor) -> None:
+        self._output: Tensor | None = output
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        if self._output is None:
+            raise RuntimeError("the attention result has been taken already")
+        output, self._output = self._output, None
+        return output
+
+
+class ReferenceLane:
+    """CPU attention at the moment of submission, in the launching thread."""
+
+    def __init__(self, backend: ReferenceBackend) -> None:
+        self._backend = backend
+
+    def submit(
+        self, layer: int, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
+    ) -> _Done:
+        return _Done(self._backend.attend(kv, batch, shape, qkv))
+
+    def close(self) -> None:
+        pass
+
+
+class ReferenceCopies:
+    """Copies at the moment of submission, in the launching thread."""
+
+    def submit(
+        self,
+        source: Tensor,
+        source_blocks: Sequence[int],
+        target: Tensor,
+        target_blocks: Sequence[int],
+    ) -> _Done:
+        target[list(target_blocks)] = source[list(source_blocks)].to(target.dtype)
+        return _Done(target)
 
     def close(self) -> None:
         pass

@@ -59,6 +59,18 @@ def cpu_threads(
     return ThreadPlan(count, pinned, limited_by)
 
 
+def split_threads(requested: int | Literal["auto"]) -> tuple[ThreadPlan, ThreadPlan]:
+    """Threads of the GPU side and of the CPU side where both run on this machine's cores: the CPU
+    side gets `requested`, or half of what there is, and the GPU side the rest; one at least."""
+    both = cpu_threads("auto")
+    half = max(1, both.count // 2) if requested == "auto" else min(requested, both.count)
+    rest = max(1, both.count - half)
+    return (
+        ThreadPlan(rest, both.cpus[:rest], f"{both.limited_by}, beside {half} for the CPU side"),
+        ThreadPlan(half, both.cpus[::-1][:half], f"{both.limited_by}, beside {rest} for the GPU side"),
+    )
+
+
 def physical_cores_first(cpus: list[int], root: Path = Path("/")) -> list[int]:
     """Orders CPUs by their rank among the hyperthreads of their core, then by number."""
     seen: dict[str, int] = {}  # core -> CPUs of it so far

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftapex.config.schema import EngineConfig, ModelSection
-from swiftapex.core.errors import EngineError, RequestError
+from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import IterationRecord
 from swiftapex.core.request import FinishReason, Placement, Request, SamplingParams
@@ -19,6 +19,7 @@ from swiftapex.engine.admission import check_prompt, fit_sampling
 from swiftapex.engine.text import TextStream
 from swiftapex.executor.in_process import InProcessExecutor
 from swiftapex.kv.block_manager import BlockManager
+from swiftapex.kv.sizing import kv_sizes
 from swiftapex.model.source import open_model
 from swiftapex.policies import make_policy
 from swiftapex.scheduler.queue import RequestQueue
@@ -60,18 +61,19 @@ class Engine:
         source = open_model(model)
         self.model_config = source.config
         self.tokenizer = source.tokenizer()
-        model_len = source.config.max_length
-        self.max_model_len = model_len if engine.max_model_len == "auto" else engine.max_model_len
+        self.max_model_len = _max_model_len(engine, source.config.max_length)
         self.iterations: list[IterationRecord] = []
         self.num_iterations = 0
         self._keep_iterations = keep_iterations
         self._seed = seed
         self._trace = trace
         self._lock = threading.RLock()
-        self._executor = InProcessExecutor(source, engine, self.max_model_len, trace)
-        self._blocks = BlockManager(self._executor.num_blocks, engine.block_size)
+        uses_cpu = self._policy.uses_cpu
+        sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
+        self._executor = InProcessExecutor(source, engine, sizes, self.max_model_len, trace)
+        self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()
-        limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch)
+        limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
         self._state = SchedulerState(self._queue, self._blocks, limits)
         self._live: dict[int, Request] = {}
         self._streams: dict[int, TextStream] = {}
@@ -304,3 +306,14 @@ class Engine:
             raise EngineError(
                 f"no progress in {_EMPTY_STEPS} iterations: {self.stats()}; " + "; ".join(heads)
             )
+
+
+def _max_model_len(engine: EngineConfig, model_length: int) -> int:
+    """ConfigError where the engine is asked for more than the model is made for."""
+    if engine.max_model_len == "auto":
+        return model_length
+    if engine.max_model_len > model_length:
+        raise ConfigError(
+            f"engine.max_model_len: {engine.max_model_len} is more than the model's {model_length}"
+        )
+    return engine.max_model_len

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from swiftapex.core.plan import StepPlan, StepResult
-from swiftapex.core.request import Placement
 
 
 class Executor(Protocol):
-    num_blocks: dict[Placement, int]  # KV blocks that the workers have, per side
-
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one iteration on all workers."""
 

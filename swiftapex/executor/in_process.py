@@ -5,6 +5,7 @@ from __future__ import annotations
 from swiftapex.config.schema import EngineConfig
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.trace import TraceRecorder
+from swiftapex.kv.sizing import KVSizes
 from swiftapex.model.source import ModelSource
 from swiftapex.worker.worker import Worker
 
@@ -16,11 +17,11 @@ class InProcessExecutor:
         self,
         source: ModelSource,
         engine: EngineConfig,
+        sizes: KVSizes,
         max_model_len: int,
         trace: TraceRecorder | None = None,
     ) -> None:
-        self._worker = Worker(source, engine, max_model_len, trace)
-        self.num_blocks = self._worker.num_blocks
+        self._worker = Worker(source, engine, sizes, max_model_len, trace)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)

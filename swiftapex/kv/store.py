@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from swiftapex.core.ops import AttentionShape, Backend
+from swiftapex.core.plan import Move
 from swiftapex.core.request import Placement
+
+if TYPE_CHECKING:
+    from swiftapex.kv.staging import Copies, CopyTicket
 
 
 def kv_block_bytes(num_layers: int, shape: AttentionShape, dtype: torch.dtype) -> int:
@@ -16,25 +23,46 @@ def kv_block_bytes(num_layers: int, shape: AttentionShape, dtype: torch.dtype) -
 
 
 class KVStore:
-    """One tensor per side: [layers, blocks, kv_heads, 2, block_size, head_dim]."""
+    """One tensor per placement: [layers, blocks, kv_heads, 2, block_size, head_dim]. That of
+    STAGING has the layers of the staging area."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: AttentionShape, num_layers: int) -> None:
+        self._shape = shape
+        self._num_layers = num_layers
         self._kv: dict[Placement, Tensor] = {}
 
     def allocate(
         self,
-        side: Placement,
+        placement: Placement,
         backend: Backend,
-        num_layers: int,
         num_blocks: int,
-        shape: AttentionShape,
         dtype: torch.dtype,
+        num_layers: int | None = None,
     ) -> None:
-        self._kv[side] = backend.allocate_kv(num_layers, num_blocks, shape, dtype)
+        """num_layers None: as many as the model has."""
+        layers = self._num_layers if num_layers is None else num_layers
+        self._kv[placement] = backend.allocate_kv(layers, num_blocks, self._shape, dtype)
 
     def layer(self, side: Placement, layer: int) -> Tensor:
         """[blocks, kv_heads, 2, block_size, head_dim] of one layer."""
         return self._kv[side][layer]
+
+    def staging(self, slot: int) -> Tensor:
+        """[blocks, kv_heads, 2, block_size, head_dim] of one of the staging area's layers."""
+        return self._kv[Placement.STAGING][slot]
+
+    def start_moves(self, moves: Sequence[Move], copies: Copies) -> list[CopyTicket]:
+        """Starts the copies of all layers, beside whatever computes; the caller waits for them."""
+        return [
+            copies.submit(
+                self.layer(move.source, layer),
+                move.source_blocks,
+                self.layer(move.target, layer),
+                move.target_blocks,
+            )
+            for layer in range(self._num_layers)
+            for move in moves
+        ]
 
     def close(self) -> None:
         self._kv.clear()

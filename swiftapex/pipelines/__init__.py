@@ -2,4 +2,7 @@
 
 PIPELINES: dict[str, str] = {
     "sequential": "swiftapex.pipelines.sequential:Sequential",
+    "asymmetric": "swiftapex.pipelines.asymmetric:Asymmetric",
+    "async_overlap": "swiftapex.pipelines.async_overlap:AsyncOverlap",
+    "symmetric": "swiftapex.pipelines.symmetric:Symmetric",
 }

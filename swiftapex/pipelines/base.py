@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from swiftapex.attention import Attention
-from swiftapex.core.ops import AttentionBatch
+from swiftapex.attention import Attention, BoundBatch
 from swiftapex.core.plan import StepPlan, StepResult, SubBatch
 from swiftapex.model.stages import Stages
-
-
-@dataclass(frozen=True, slots=True)
-class BoundBatch:
-    """A sub-batch as tensors, bound to the requests' state in the worker."""
-
-    token_ids: Tensor  # [tokens] int64
-    rotation: Tensor  # [tokens, head_dim] float32
-    attention: AttentionBatch
-    completing: tuple[int, ...]  # request ids whose token this pass completes
-    token_indices: tuple[int, ...]  # of those tokens in their requests' outputs: 0 is the first
-    last_rows: Tensor  # [completing] int64: where in the batch their last positions lie
+from swiftapex.pipelines.parked import ParkedCohorts
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineParts:
-    """What a worker hands to its pipelines."""
+    """What a worker hands to its pipelines. `stages` and `attention` take the number of the
+    sub-batch that they work for, so that a trace can tell the sub-batches apart."""
 
-    stages: Stages
-    attention: Attention
+    num_layers: int
+    stages: Callable[[int], Stages]
+    attention: Callable[[int], Attention]
+    parked: ParkedCohorts
     bind: Callable[[SubBatch], BoundBatch]
-    complete: Callable[[BoundBatch, Tensor], StepResult]  # x after the last layer -> tokens
+    complete: Callable[[Sequence[tuple[BoundBatch, Tensor]]], StepResult]
+    """(batch, x [tokens, hidden] after the last layer) pairs -> the tokens they complete."""
 
 
 class Pipeline(ABC):
-    """Order only: stages are walked layer by layer, attention is submitted and waited for."""
+    """Order only: stages are walked layer by layer, attention is submitted and waited for.
+
+    A pipeline keeps no state between steps: what outlives one is parked in `parts.parked`, and
+    rides along whichever pipeline runs next.
+    """
 
     def __init__(self, parts: PipelineParts) -> None:
         self.parts = parts

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.pipelines.base import Pipeline
+from swiftapex.pipelines.walk import Walk
 
 
 class Sequential(Pipeline):
-    """Per layer: pre-projection, attention, post-projection."""
+    """Per layer: pre-projection, attention (waited for, on either side), post-projection."""
 
     def step(self, plan: StepPlan) -> StepResult:
         (sub_batch,) = plan.sub_batches
-        stages, attention = self.parts.stages, self.parts.attention
-        batch = self.parts.bind(sub_batch)
-        x = stages.embed(batch.token_ids)
-        for layer in range(stages.config.num_layers):
-            qkv = stages.pre_attn(layer, x, batch.rotation)
-            o = attention.submit(layer, batch.attention, qkv).wait()
-            x = stages.post_attn(layer, o, x)
-        return self.parts.complete(batch, x)
+        walk = Walk(self.parts, sub_batch)
+        if walk.is_empty:
+            self.parts.parked.wait_for_oldest()
+        for layer in range(self.parts.num_layers):
+            walk.pre(layer)
+            walk.post(layer)
+        return self.parts.complete(walk.results())

@@ -9,7 +9,12 @@ from swiftapex.scheduler.state import SchedulerState
 
 
 class Policy(ABC):
-    """Decides what runs in an iteration. Constructed with the YAML's `policy_args`."""
+    """Decides what runs in an iteration. Constructed with the YAML's `policy_args`.
+
+    `uses_cpu`: whether it places KV on the CPU; without it no CPU side is set up.
+    """
+
+    uses_cpu: bool = False
 
     @abstractmethod
     def plan(self, state: SchedulerState) -> StepPlan:

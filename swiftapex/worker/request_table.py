@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,13 +47,13 @@ class RequestTable:
             self._free.append(self._entries.pop(request_id).slot)
         for admission in plan.admitted:
             self._admit(admission)
+        for move in plan.moves:
+            self._entries[move.request_id].num_blocks = 0
+            self._append_blocks(move.request_id, move.target_blocks)
         for request_id, blocks in plan.new_blocks.items():
-            entry = self._entries[request_id]
-            end = entry.num_blocks + len(blocks)
-            self.block_table[entry.slot, entry.num_blocks : end] = blocks
-            entry.num_blocks = end
+            self._append_blocks(request_id, blocks)
 
-    def store_tokens(self, request_ids: tuple[int, ...], tokens: Tensor) -> None:
+    def store_tokens(self, request_ids: Sequence[int], tokens: Tensor) -> None:
         """tokens [n] int64: the newest token of each request, read by its next decode."""
         slots = torch.tensor([self._entries[r].slot for r in request_ids])
         self.last_tokens[slots] = tokens
@@ -66,6 +67,12 @@ class RequestTable:
         self._entries[admission.request_id] = RequestEntry(
             slot, admission.prompt_len, admission.sampling
         )
+
+    def _append_blocks(self, request_id: int, blocks: tuple[int, ...]) -> None:
+        entry = self._entries[request_id]
+        end = entry.num_blocks + len(blocks)
+        self.block_table[entry.slot, entry.num_blocks : end] = blocks
+        entry.num_blocks = end
 
     def _grow(self) -> None:
         slots = len(self.last_tokens)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from swiftapex.attention import Attention
-from swiftapex.backends import make_backend
+from swiftapex.attention import Attention, BoundBatch
+from swiftapex.backends import make_backends
 from swiftapex.config.schema import EngineConfig
-from swiftapex.core.ops import AttentionShape
-from swiftapex.core.plan import StepPlan, StepResult, SubBatch
+from swiftapex.core.ops import AttentionBatch
+from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.plugins import load_class
 from swiftapex.core.request import Placement
 from swiftapex.core.trace import TraceRecorder
-from swiftapex.kv.store import KVStore, kv_block_bytes
+from swiftapex.kv.sizing import KVSizes, attention_shape
+from swiftapex.kv.staging import DEPTH, BlockCopies, Copies, StagedPrefill
+from swiftapex.kv.store import KVStore
 from swiftapex.model.sampling import sample
 from swiftapex.model.source import ModelSource, as_torch_dtype
 from swiftapex.model.stages import Stages
 from swiftapex.pipelines import PIPELINES
-from swiftapex.pipelines.base import BoundBatch, Pipeline, PipelineParts
-from swiftapex.worker.bind import bind
+from swiftapex.pipelines.base import Pipeline, PipelineParts
+from swiftapex.pipelines.parked import ParkedCohorts
+from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness
+from swiftapex.worker.bind import Binder
 from swiftapex.worker.request_table import RequestTable
-from swiftapex.worker.traced import TracedAttention, TracedStages
+from swiftapex.worker.traced import traced_attention, traced_stages
 
 _NOT_FINITE = "the model's logits are not finite: numbers overflowed in this dtype"
 
@@ -33,75 +39,99 @@ class Worker:
         self,
         source: ModelSource,
         engine: EngineConfig,
+        sizes: KVSizes,
         max_model_len: int,
         trace: TraceRecorder | None = None,
     ) -> None:
         config, dtype = source.config, as_torch_dtype(source.dtype)
-        self.shape = AttentionShape(
-            config.num_q_heads, config.num_kv_heads, config.head_dim, engine.block_size
-        )
-        block_bytes = kv_block_bytes(config.num_layers, self.shape, dtype)
-        self.num_blocks = {
-            Placement.GPU: engine.gpu.num_blocks(engine.block_size, block_bytes),
-        }
-        self._backend = make_backend(engine)
+        self._num_layers = config.num_layers
+        shape = attention_shape(config, engine)
+        self._backends = make_backends(engine, with_cpu_side=sizes.cpu_blocks > 0)
+        gpu = self._backends.gpu
         try:
             weights = source.load(dtype)
-            stages = Stages(config, weights, self._backend.ops)
-            self._store = KVStore()
-            self._store.allocate(
-                Placement.GPU,
-                self._backend,
-                config.num_layers,
-                self.num_blocks[Placement.GPU],
-                self.shape,
-                dtype,
-            )
+            self._store = KVStore(shape, config.num_layers)
+            self._store.allocate(Placement.GPU, gpu, sizes.gpu_blocks, dtype)
+            if sizes.cpu_blocks:
+                cpu_dtype = as_torch_dtype(sizes.cpu_dtype)
+                self._store.allocate(Placement.CPU, gpu, sizes.cpu_blocks, cpu_dtype)
+                self._store.allocate(Placement.STAGING, gpu, sizes.staging_blocks, dtype, DEPTH)
         except BaseException:
-            self._backend.close()
+            self._backends.close()
             raise
+        self._stages = Stages(config, weights, gpu.ops)
         self._table = RequestTable(-(-max_model_len // engine.block_size))
-        attention = Attention(self._store, self._backend, self.shape)
-        self._stages = stages if trace is None else TracedStages(stages, trace)
+        self._staged: list[StagedPrefill] = []
+        self._attention = Attention(self._store, gpu, self._backends.cpu_attention, shape)
+        self._parked = ParkedCohorts(self._attention, OwnReadiness(), LaunchAhead())
+        binder = Binder(self._table, self._stages, engine.block_size, self._make_staged)
         self._parts = PipelineParts(
-            self._stages,
-            attention if trace is None else TracedAttention(attention, trace),
-            self._bind,
-            self._complete,
+            num_layers=config.num_layers,
+            stages=traced_stages(self._stages, trace),
+            attention=traced_attention(self._attention, trace),
+            parked=self._parked,
+            bind=binder.bind,
+            complete=self._complete,
         )
         self._pipelines: dict[str, Pipeline] = {}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one iteration and returns once its tokens are known."""
+        """Runs one iteration and returns once its tokens are known and its copies have retired."""
         self._table.apply(plan)
-        if not any(batch.rows for batch in plan.sub_batches):
-            return StepResult({})
-        if plan.pipeline not in self._pipelines:
-            pipeline_class = load_class("pipeline", plan.pipeline, PIPELINES)
-            self._pipelines[plan.pipeline] = pipeline_class(self._parts)
-        return self._pipelines[plan.pipeline].step(plan)
+        self._parked.drop(plan.dropped)
+        moves = []
+        if plan.moves:
+            moves = self._store.start_moves(plan.moves, self._copies)
+        result = StepResult({})
+        if self._parked.request_ids or any(b.rows for b in plan.sub_batches + plan.new_cohorts):
+            result = self._pipeline(plan.pipeline).step(plan)
+        for staged in self._staged:
+            staged.finish()
+        self._staged.clear()
+        for ticket in moves:
+            ticket.wait()
+        return StepResult(result.tokens, self._parked.request_ids, result.failures)
 
     def close(self) -> None:
-        """Frees KV and weights and stops the backend's threads."""
+        """Frees KV and weights and stops all threads."""
+        self._parked.close()
         self._pipelines.clear()
-        del self._parts, self._stages
+        self._backends.close()
+        del self._parts, self._parked, self._attention, self._stages
         self._store.close()
-        self._backend.close()
 
-    def _bind(self, sub_batch: SubBatch) -> BoundBatch:
-        return bind(sub_batch, self._table, self._stages)
+    @property
+    def _copies(self) -> Copies:
+        assert self._backends.copies is not None, "this engine has no CPU side"
+        return self._backends.copies
 
-    def _complete(self, batch: BoundBatch, x: Tensor) -> StepResult:
-        """x [tokens, hidden] after the last layer: samples one token per completing row."""
-        if not batch.completing:
+    def _pipeline(self, name: str) -> Pipeline:
+        if name not in self._pipelines:
+            self._pipelines[name] = load_class("pipeline", name, PIPELINES)(self._parts)
+        return self._pipelines[name]
+
+    def _make_staged(
+        self, batch: AttentionBatch, prefix: BlockCopies, touched: BlockCopies
+    ) -> StagedPrefill:
+        assert not self._staged, "one sub-batch a pass is staged"
+        staged = StagedPrefill(self._store, self._copies, batch, prefix, touched, self._num_layers)
+        self._staged.append(staged)
+        return staged
+
+    def _complete(self, results: Sequence[tuple[BoundBatch, Tensor]]) -> StepResult:
+        """Samples one token per completing row, from x [tokens, hidden] after the last layer."""
+        pairs = [(batch, x[batch.last_rows]) for batch, x in results if batch.completing]
+        if not pairs:
             return StepResult({})
-        logits = self._stages.logits(x[batch.last_rows])
-        params = [self._table[request_id].sampling for request_id in batch.completing]
-        sampled = sample(logits, params, batch.token_indices)
-        self._table.store_tokens(batch.completing, sampled.token_ids)
-        tokens = dict(zip(batch.completing, sampled.token_ids.tolist(), strict=True))
-        bad = [batch.completing[i] for i in sampled.invalid.nonzero().flatten().tolist()]
+        request_ids = [r for batch, _ in pairs for r in batch.completing]
+        indices = [i for batch, _ in pairs for i in batch.token_indices]
+        logits = self._stages.logits(torch.cat([x for _, x in pairs]))
+        params = [self._table[request_id].sampling for request_id in request_ids]
+        sampled = sample(logits, params, indices)
+        self._table.store_tokens(request_ids, sampled.token_ids)
+        tokens = dict(zip(request_ids, sampled.token_ids.tolist(), strict=True))
+        bad = [request_ids[i] for i in sampled.invalid.nonzero().flatten().tolist()]
         for request_id in bad:
             del tokens[request_id]
         return StepResult(tokens, failures=dict.fromkeys(bad, _NOT_FINITE))

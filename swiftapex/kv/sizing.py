@@ -1,0 +1,60 @@
+"""How many KV blocks each side gets. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftapex.config.schema import EngineConfig
+from swiftapex.core.ops import AttentionShape
+from swiftapex.core.request import Placement
+from swiftapex.model.config import ModelConfig
+
+_STAGING_DEPTH = 2  # layers that the staging area holds
+_STAGING_SHARE = 8  # the staging area takes at most one part in so many of the GPU's blocks
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    """Blocks per side. `gpu_blocks` is what is left beside the staging area, whose
+    `staging_blocks` have as many layers as it is deep."""
+
+    gpu_blocks: int
+    cpu_blocks: int
+    staging_blocks: int
+    cpu_dtype: str
+
+    @property
+    def num_blocks(self) -> dict[Placement, int]:
+        return {Placement.GPU: self.gpu_blocks, Placement.CPU: self.cpu_blocks}
+
+
+def attention_shape(config: ModelConfig, engine: EngineConfig) -> AttentionShape:
+    return AttentionShape(
+        config.num_q_heads, config.num_kv_heads, config.head_dim, engine.block_size
+    )
+
+
+def kv_sizes(
+    config: ModelConfig, dtype: str, engine: EngineConfig, max_model_len: int, uses_cpu: bool
+) -> KVSizes:
+    """The sizes that `engine` asks for. Without `uses_cpu` all is on the GPU.
+
+    The staging area counts inside the GPU's KV: it gets an eighth of the GPU's blocks (one at
+    least), and no more than the longest context needs. A prompt longer than the area goes through
+    the GPU's own blocks, or is refused where those are fewer still.
+    """
+    size = engine.block_size
+    gpu = engine.gpu.num_blocks(size, size * config.kv_bytes_per_token(dtype))
+    if not uses_cpu:
+        return KVSizes(gpu, 0, 0, dtype)
+    cpu_dtype = dtype if engine.cpu.kv_dtype == "auto" else engine.cpu.kv_dtype
+    cpu = engine.cpu.num_blocks(size, size * config.kv_bytes_per_token(cpu_dtype))
+    if min(gpu, cpu) == 0:
+        return KVSizes(gpu, 0, 0, dtype)
+    longest = -(-max_model_len // size)
+    share = max(1, gpu // _STAGING_SHARE)
+    staging = min(share * config.num_layers // _STAGING_DEPTH, longest)
+    taken = -(-staging * _STAGING_DEPTH // config.num_layers)
+    return KVSizes(gpu - taken, cpu, staging, cpu_dtype)
+
+

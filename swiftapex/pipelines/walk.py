@@ -1,0 +1,91 @@
+"""A linear batch on its way through the layers, with the parked cohorts that ride along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swiftapex.attention import BoundBatch, Ticket
+from swiftapex.core.plan import SubBatch
+from swiftapex.pipelines.base import PipelineParts
+
+
+class Walk:
+    """`pre(layer)` and `post(layer)` in turn take the batch through a layer.
+
+    The batch is the sub-batch itself and, behind it, the riders: cohorts that join at `post` of the
+    layer at which they were parked, go through the linear layers with everyone, and park again
+    after the next `pre`. New cohorts ride from the first layer on.
+    """
+
+    def __init__(
+        self,
+        parts: PipelineParts,
+        sub_batch: SubBatch,
+        new_cohorts: Sequence[SubBatch] = (),
+        *,
+        index: int = 0,
+        with_riders: bool = True,
+    ) -> None:
+        self._stages, self._attention = parts.stages(index), parts.attention(index)
+        self._parked = parts.parked
+        self._with_riders = with_riders
+        self._main = parts.bind(sub_batch) if sub_batch.rows else None
+        self._riders = [parts.bind(cohort) for cohort in new_cohorts]
+        self._ticket: Ticket | None = None
+        batches = self._batches()
+        self._x = self._stages.embed(_cat([b.token_ids for b in batches])) if batches else None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._x is None
+
+    def pre(self, layer: int) -> None:
+        """Pre-projection; then attention starts, on the CPU first: riders park with their tickets,
+        the sub-batch's ticket is waited for in `post`."""
+        if self._x is None:
+            return
+        batches = self._batches()
+        qkv = self._stages.pre_attn(layer, self._x, _cat([b.rotation for b in batches]))
+        begin = self._main.num_tokens if self._main is not None else 0
+        mine = slice(0, begin)
+        for rider in self._riders:
+            rows = slice(begin, begin + rider.num_tokens)
+            self._parked.park(layer, rider, self._x[rows], qkv[rows])
+            begin = rows.stop
+        self._riders = []
+        self._x = self._x[mine] if self._main is not None else None
+        if self._main is not None:
+            self._ticket = self._attention.submit(layer, self._main, qkv[mine])
+
+    def post(self, layer: int) -> None:
+        """Waits for the sub-batch's attention, takes in the cohorts parked here whose ticket is
+        ready, and runs the post-projection for all of them."""
+        outputs, residuals = [], []
+        if self._main is not None and self._ticket is not None and self._x is not None:
+            outputs.append(self._ticket.wait())
+            residuals.append(self._x)
+            self._ticket = None
+        if self._with_riders:
+            for cohort, o in self._parked.rejoin(layer):
+                self._riders.append(cohort.batch)
+                outputs.append(o)
+                residuals.append(cohort.residual)
+        if outputs:
+            self._x = self._stages.post_attn(layer, _cat(outputs), _cat(residuals))
+
+    def results(self) -> list[tuple[BoundBatch, Tensor]]:
+        """After the last layer: each batch with its x [tokens, hidden]."""
+        if self._x is None:
+            return []
+        batches = self._batches()
+        return list(zip(batches, self._x.split([b.num_tokens for b in batches]), strict=True))
+
+    def _batches(self) -> list[BoundBatch]:
+        return ([self._main] if self._main is not None else []) + self._riders
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
