@@ -62,7 +62,11 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
     if options.dry_run:
         _print_plan(experiment)
         return 0
-    folder = create_folder(options.out, experiment.config.name)
+    try:
+        folder = create_folder(options.out, experiment.config.name)
+    except OSError as error:
+        print(f"error: --out {options.out}: {error}", file=sys.stderr)
+        return 2
     session = _Session(experiment, folder, factory)
     session.describe(arguments if arguments is not None else sys.argv[1:])
     complete = session.run_all()

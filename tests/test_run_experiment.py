@@ -156,6 +156,13 @@ def test_a_wrong_command_line_exits_with_2() -> None:
     assert caught.value.code == 2
 
 
+def test_a_result_folder_that_cannot_be_made_exits_with_2(run: Runner, experiment: Path) -> None:
+    run.out.write_text("a file, not a folder")
+    assert run(experiment) == 2
+    assert "--out" in run.stderr
+    assert not run.engines
+
+
 def with_failures(tmp_path: Path, device: str = "reference") -> Path:
     """20 requests of 64 tokens; number 3 has a token outside every vocabulary, number 11 is
     empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 
@@ -16,7 +17,11 @@ class ProgressBar:
     """Use as a context manager; give `update` to `replay`."""
 
     def __init__(self, num_requests: int) -> None:
-        self._bar = tqdm(total=num_requests, unit="req", dynamic_ncols=True, miniters=0)
+        # A log file would keep every line that a terminal overwrites.
+        every_s = 0.2 if sys.stderr.isatty() else 5.0
+        self._bar = tqdm(
+            total=num_requests, unit="req", dynamic_ncols=True, miniters=0, mininterval=every_s
+        )
         self._recent: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)])
 
     def __enter__(self) -> ProgressBar:
@@ -26,7 +31,7 @@ class ProgressBar:
         self._bar.close()
 
     def update(self, progress: Progress) -> None:
-        """Call after every iteration; draws a few times per second at most."""
+        """Call after every iteration; draws only so often."""
         now = time.perf_counter()
         self._recent.append((now, progress.output_tokens))
         while len(self._recent) > 2 and now - self._recent[0][0] > _SPAN_S:
