@@ -125,4 +125,5 @@ PYBIND11_MODULE(_kernels_cpu, module) {
     swiftapex::bind_linear(module);
     swiftapex::bind_elementwise(module);
     swiftapex::bind_paged_decode_attention(module);
+    swiftapex::bind_lanes(module);
 }

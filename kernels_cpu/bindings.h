@@ -28,6 +28,18 @@ inline DType dtype_of(int number) {
 // Every kernel call releases the GIL for as long as it runs.
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 
+class DecodePlan;
+struct DecodeAttentionArgs;
+
+// The arguments that every call of decode attention takes from Python, after the plan.
+DecodeAttentionArgs decode_attention_args(const DecodePlan& plan, int dtype, int kv_dtype,
+                                          uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
+                                          uintptr_t kv, uintptr_t block_table, int64_t q_stride,
+                                          int64_t k_stride, int64_t v_stride, int64_t out_stride,
+                                          int64_t block_table_stride, int q_heads, int head_dim,
+                                          float scale);
+
 void bind_paged_decode_attention(pybind11::module_& module);
+void bind_lanes(pybind11::module_& module);  // attention_runtime.h, copy_blocks.h, task_lane.h
 
 }  // namespace swiftapex

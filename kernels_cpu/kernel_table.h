@@ -74,6 +74,8 @@ struct KernelTable {
                                       void* scratch, int thread);
     void (*decode_merge[kNumDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
                                      void* scratch, int thread, int num_threads);
+    // By source and target dtype: `count` elements, on the calling thread only.
+    void (*convert[kNumDTypes][kNumDTypes])(const void* source, void* target, int64_t count);
 };
 
 }  // namespace swiftapex

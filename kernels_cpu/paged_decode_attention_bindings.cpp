@@ -9,6 +9,34 @@ namespace py = pybind11;
 
 namespace swiftapex {
 
+DecodeAttentionArgs decode_attention_args(const DecodePlan& plan, int dtype, int kv_dtype,
+                                          uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
+                                          uintptr_t kv, uintptr_t block_table, int64_t q_stride,
+                                          int64_t k_stride, int64_t v_stride, int64_t out_stride,
+                                          int64_t block_table_stride, int q_heads, int head_dim,
+                                          float scale) {
+    DecodeAttentionArgs args;
+    args.q = pointer<const void>(q);
+    args.k = pointer<const void>(k);
+    args.v = pointer<const void>(v);
+    args.out = pointer<void>(out);
+    args.kv = pointer<void>(kv);
+    args.block_table = pointer<const int32_t>(block_table);
+    args.q_stride = q_stride;
+    args.k_stride = k_stride;
+    args.v_stride = v_stride;
+    args.out_stride = out_stride;
+    args.block_table_stride = block_table_stride;
+    args.q_heads = q_heads;
+    args.kv_heads = plan.kv_heads();
+    args.head_dim = head_dim;
+    args.block_size = plan.block_size();
+    args.scale = scale;
+    args.dtype = dtype_of(dtype);
+    args.kv_dtype = dtype_of(kv_dtype);
+    return args;
+}
+
 void bind_paged_decode_attention(py::module_& module) {
     py::class_<DecodePlan>(module, "DecodePlan",
                            "Equal shares of a decode batch for each thread; serves every layer.")
@@ -28,25 +56,9 @@ void bind_paged_decode_attention(py::module_& module) {
            uintptr_t v, uintptr_t out, uintptr_t kv, uintptr_t block_table, int64_t q_stride,
            int64_t k_stride, int64_t v_stride, int64_t out_stride, int64_t block_table_stride,
            int q_heads, int head_dim, float scale) {
-            DecodeAttentionArgs args;
-            args.q = pointer<const void>(q);
-            args.k = pointer<const void>(k);
-            args.v = pointer<const void>(v);
-            args.out = pointer<void>(out);
-            args.kv = pointer<void>(kv);
-            args.block_table = pointer<const int32_t>(block_table);
-            args.q_stride = q_stride;
-            args.k_stride = k_stride;
-            args.v_stride = v_stride;
-            args.out_stride = out_stride;
-            args.block_table_stride = block_table_stride;
-            args.q_heads = q_heads;
-            args.kv_heads = plan.kv_heads();
-            args.head_dim = head_dim;
-            args.block_size = plan.block_size();
-            args.scale = scale;
-            args.dtype = dtype_of(dtype);
-            args.kv_dtype = dtype_of(kv_dtype);
+            const DecodeAttentionArgs args = decode_attention_args(
+                plan, dtype, kv_dtype, q, k, v, out, kv, block_table, q_stride, k_stride, v_stride,
+                out_stride, block_table_stride, q_heads, head_dim, scale);
             paged_decode_attention(pool, plan, args);
         },
         ReleaseGil(), py::arg("pool"), py::arg("plan"), py::arg("dtype"), py::arg("kv_dtype"),

@@ -4,6 +4,7 @@
 // include lies in the instruction set's own namespace, and uses no standard library templates.
 #pragma once
 
+#include "kernels_cpu/convert.h"
 #include "kernels_cpu/elementwise.h"
 #include "kernels_cpu/kernel_table.h"
 #include "kernels_cpu/linear.h"
@@ -26,6 +27,9 @@ const KernelTable* kernels() {
         read_stream,
         {decode_pieces<float>, decode_pieces<Half>, decode_pieces<BFloat16>},
         {decode_merge<float>, decode_merge<Half>, decode_merge<BFloat16>},
+        {{convert<float, float>, convert<float, Half>, convert<float, BFloat16>},
+         {convert<Half, float>, convert<Half, Half>, convert<Half, BFloat16>},
+         {convert<BFloat16, float>, convert<BFloat16, Half>, convert<BFloat16, BFloat16>}},
     };
     return &table;
 }

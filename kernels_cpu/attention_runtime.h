@@ -1,0 +1,39 @@
+// Attention of CPU decodes beside whoever submits it: threads of its own, and a queue of calls.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels_cpu/paged_decode_attention.h"
+#include "kernels_cpu/task_lane.h"
+#include "kernels_cpu/thread_pool.h"
+
+namespace swiftapex {
+
+// Calls run one at a time, each on all threads; see task_lane.h for the hand-off. A call whose
+// data are late is overtaken by others in either order: calls in flight are for different layers
+// or different rows and do not depend on each other.
+class AttentionRuntime {
+  public:
+    // Thread i of `num_threads` is pinned to cpus[i], if given. `order`: kArrivedFifo, or
+    // kDeepestFirst, which lets those requests finish their token first that have gone furthest.
+    AttentionRuntime(int num_threads, const std::vector<int>& cpus, TaskOrder order, int spin_us);
+
+    // Queues one layer's call for the rows of one batch. `plan` and the memory that `args` names
+    // must live, and the plan be used by no one else, until the task has finished.
+    std::shared_ptr<Task> submit(int64_t layer, DecodePlan& plan, const DecodeAttentionArgs& args,
+                                 TaskWords words);
+
+    int num_threads() const { return pool_.num_threads(); }
+    int64_t busy_ns() const { return lane_.busy_ns(); }
+
+    // Lets the running call finish, cancels the others, joins all threads.
+    void close();
+
+  private:
+    ThreadPool pool_;  // the lane's thread takes part as thread 0
+    TaskLane lane_;    // after the pool: it ends first
+};
+
+}  // namespace swiftapex
