@@ -2,17 +2,17 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
+
+#include "kernels_cpu/waiting.h"
 
 namespace swiftapex {
 namespace {
@@ -25,40 +25,13 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-inline void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-// Looks until ready() or until `limit_us` have passed; returns the last ready().
-template <class Ready>
-bool spin(Ready ready, int limit_us) {
-    using Clock = std::chrono::steady_clock;
-    const Clock::time_point end = Clock::now() + std::chrono::microseconds(limit_us);
-    do {
-        for (int i = 0; i < 16; ++i) {  // a clock read costs about as much as a pause
-            if (ready()) return true;
-            pause();
-        }
-    } while (Clock::now() < end);
-    return ready();
-}
-
-bool pin(pthread_t thread, int cpu) {
-    if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
-    return pthread_setaffinity_np(thread, sizeof(set), &set) == 0;
-}
-
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus, Caller caller, int spin_us)
-    : num_threads_(num_threads), caller_(caller), spin_us_(spin_us) {
+    : num_threads_(num_threads),
+      caller_(caller),
+      spin_us_(spin_us),
+      claimed_(static_cast<size_t>(std::max(num_threads, 0))) {
     if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least one thread");
     scratch_.assign(static_cast<size_t>(num_threads), nullptr);
     const int first = caller == Caller::kWorks ? 1 : 0;
@@ -91,15 +64,26 @@ void ThreadPool::run(Task task, void* context, size_t scratch_bytes) {
     std::lock_guard<std::mutex> lock(run_mutex_);
     if (closed_) throw std::runtime_error("the thread pool is closed");
     reserve_scratch(scratch_bytes);
-    if (!threads_.empty()) {
-        task_ = task;
-        context_ = context;
-        pending_.store(static_cast<uint32_t>(threads_.size()), std::memory_order_relaxed);
-        generation_.fetch_add(1);
-        if (sleeping_.load() > 0) futex_wake_all(generation_);
+    task_ = task;
+    context_ = context;
+    pending_.store(static_cast<uint32_t>(num_threads_), std::memory_order_relaxed);
+    const uint32_t generation = generation_.fetch_add(1) + 1;
+    if (sleeping_.load() > 0) futex_wake_all(generation_);
+    if (caller_ == Caller::kWorks) {
+        for (int part = 0; part < num_threads_; ++part) {
+            if (!claim(part, generation)) continue;
+            task(context, part);
+            pending_.fetch_sub(1);
+        }
     }
-    if (caller_ == Caller::kWorks) task(context, 0);
     wait_for_workers();
+}
+
+bool ThreadPool::claim(int part, uint32_t generation) {
+    std::atomic<uint32_t>& word = claimed_[static_cast<size_t>(part)];
+    uint32_t previous = generation - 1;
+    return word.load(std::memory_order_relaxed) == previous &&
+           word.compare_exchange_strong(previous, generation, std::memory_order_acq_rel);
 }
 
 void ThreadPool::wait_for_workers() {
@@ -121,8 +105,9 @@ void ThreadPool::work(int thread) {
             while (generation_.load() == seen) futex_wait(generation_, seen);
             sleeping_.fetch_sub(1);
         }
-        ++seen;  // run() waits for every worker: at most one generation ahead
+        seen = generation_.load(std::memory_order_acquire);
         if (stop_.load(std::memory_order_relaxed)) return;
+        if (!claim(thread, seen)) continue;
         task_(context_, thread);
         if (pending_.fetch_sub(1) == 1 && caller_sleeps_.load()) futex_wake_all(pending_);
     }

@@ -28,9 +28,12 @@ class ThreadPool {
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // Calls task(context, i) for every i in [0, num_threads()), each on its own thread, and
-    // returns when all are done. The task must not throw and must not call run(). Calls from
-    // several threads take turns. Throws std::runtime_error after close().
+    // Calls task(context, i) once for every i in [0, num_threads()) and returns when all are done.
+    // Thread i takes part i; a calling thread that works takes over, once its own part is done,
+    // the parts whose threads have not begun: it does not wait for a thread that is still waking
+    // up or that another process keeps off its CPU. So parts must not wait for each other. The
+    // task must not throw and must not call run(). Calls from several threads take turns. Throws
+    // std::runtime_error after close().
     void run(Task task, void* context, size_t scratch_bytes = 0);
 
     template <class Function>
@@ -39,7 +42,7 @@ class ThreadPool {
             static_cast<void*>(&function), scratch_bytes);
     }
 
-    // Inside a task: memory of this thread index, at least run()'s `scratch_bytes`, 64-aligned.
+    // Inside a task: memory of part `thread`, at least run()'s `scratch_bytes`, 64-aligned.
     void* scratch(int thread) const { return scratch_[static_cast<size_t>(thread)]; }
 
     int num_threads() const { return num_threads_; }
@@ -51,6 +54,7 @@ class ThreadPool {
 
   private:
     void work(int thread);
+    bool claim(int part, uint32_t generation);
     void start_thread(int thread, int cpu);
     void reserve_scratch(size_t bytes);
     void wait_for_workers();
@@ -62,13 +66,18 @@ class ThreadPool {
     bool closed_ = false;
     std::mutex run_mutex_;  // one run() or close() at a time
     std::vector<std::thread> threads_;
-    std::vector<void*> scratch_;
+    std::vector<std::atomic<uint32_t>> claimed_;  // [part]
+    std::vector<void*> scratch_;                  // [part]
     size_t scratch_bytes_ = 0;
     Task task_ = nullptr;
     void* context_ = nullptr;
 
-    // The protocol. run() writes task_ and context_, sets pending_ and then raises generation_;
-    // a worker that sees the new generation may read them, and lowers pending_ when it is done.
+    // The protocol. run() writes task_ and context_, sets pending_ to the number of parts and then
+    // raises generation_. claimed_[part] holds the last generation in which the part was taken;
+    // whoever moves it from g - 1 to g owns that part, and as run() of generation g does not
+    // return before the part is done, task_ and context_ are valid and stay so. A thread that is
+    // too late fails to move the word and touches nothing. The end of a part lowers pending_.
+    //
     // generation_ and pending_ double as futex words. Each side announces its sleep (sleeping_,
     // caller_sleeps_) before its last look at the word, and the other side changes the word
     // before it looks at the announcement; both are sequentially consistent, so that one of the

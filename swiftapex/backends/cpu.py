@@ -40,7 +40,7 @@ class CpuBackend:
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:
-        out = torch.empty((batch.num_tokens, shape.num_q_heads, shape.head_dim), dtype=qkv.dtype)
+        out = torch.empty(batch.num_tokens, shape.num_q_heads, shape.head_dim, dtype=qkv.dtype)
         num_native = batch.num_decodes if takes_native(shape) else 0
         if num_native > 0:
             self._attend_decodes(kv, batch, shape, qkv, out)

@@ -95,7 +95,7 @@ class CpuOps:
         if n > self._native_rows[known.number]:
             y = F.linear(x, weight, bias)
             return y if residual is None else y.add_(residual)
-        y = torch.empty((n, out), dtype=dtype)
+        y = torch.empty(n, out, dtype=dtype)
         kernels.linear(
             self._pool,
             known.number,
@@ -151,7 +151,7 @@ class CpuOps:
             reject("silu_mul", gate_up=gate_up)
         stride = width if gate_up.is_contiguous() else row_stride("silu_mul", gate_up)
         inner = width // 2
-        y = torch.empty((n, inner), dtype=dtype)
+        y = torch.empty(n, inner, dtype=dtype)
         kernels.silu_mul(
             self._pool, number, gate_up.data_ptr(), y.data_ptr(), n, inner, stride, inner
         )
