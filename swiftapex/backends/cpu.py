@@ -59,39 +59,9 @@ class CpuBackend:
         """The first rows of qkv and out [tokens, heads, head_dim], as far as they are decodes."""
         planned = self._planned
         if planned is None or planned.batch is not batch or planned.shape is not shape:
-            planned = self._planned = plan_decodes(batch, shape, self._pool)
-        number, kv_number = DTYPE_NUMBERS.get(qkv.dtype), DTYPE_NUMBERS.get(kv.dtype)
-        if (
-            number is None
-            or kv_number is None
-            or qkv.shape != planned.qkv_shape
-            or kv.shape[1:] != planned.kv_shape
-            or not (qkv.is_contiguous() and kv.is_contiguous())
-            or not (kv.is_cpu and qkv.is_cpu)
-        ):
-            reject("attend", kv=kv, qkv=qkv)
-        q = qkv.data_ptr()
-        head_bytes = shape.head_dim * qkv.element_size()
-        k = q + shape.num_q_heads * head_bytes
+            planned = self._planned = plan_decodes(batch, shape, self._pool.num_threads)
         kernels.paged_decode_attention(
-            self._pool,
-            planned.plan,
-            number,
-            kv_number,
-            q,
-            k,
-            k + shape.num_kv_heads * head_bytes,
-            out.data_ptr(),
-            kv.data_ptr(),
-            planned.table_address,
-            planned.qkv_stride,
-            planned.qkv_stride,
-            planned.qkv_stride,
-            shape.num_q_heads * shape.head_dim,
-            planned.table_stride,
-            shape.num_q_heads,
-            shape.head_dim,
-            shape.scale,
+            self._pool, planned.plan, *decode_arguments(planned, kv, qkv, out)
         )
 
     def close(self) -> None:
@@ -115,10 +85,8 @@ class PlannedDecodes:
     table_stride: int
 
 
-def plan_decodes(
-    batch: AttentionBatch, shape: AttentionShape, pool: kernels.ThreadPool
-) -> PlannedDecodes:
-    """Checks the batch's tables and shares its decodes out to the pool's threads."""
+def plan_decodes(batch: AttentionBatch, shape: AttentionShape, num_threads: int) -> PlannedDecodes:
+    """Checks the batch's tables and shares its decodes out to the threads."""
     table, lens = batch.block_table, batch.context_lens
     for t in (table, lens):
         if t.dtype is not torch.int32 or not (t.is_contiguous() and t.is_cpu):
@@ -134,13 +102,52 @@ def plan_decodes(
             batch.num_decodes,
             shape.num_kv_heads,
             shape.block_size,
-            pool.num_threads,
+            num_threads,
         ),
         qkv_shape=(batch.num_tokens, heads, shape.head_dim),
         qkv_stride=heads * shape.head_dim,
         kv_shape=(shape.num_kv_heads, 2, shape.block_size, shape.head_dim),
         table_address=table.data_ptr(),
         table_stride=table.stride(0),
+    )
+
+
+def decode_arguments(
+    planned: PlannedDecodes, kv: Tensor, qkv: Tensor, out: Tensor
+) -> tuple[float, ...]:
+    """Checks a layer's tensors; what the native call takes after the plan. qkv [tokens, q_heads +
+    2 * kv_heads, head_dim] and out [tokens, q_heads * head_dim], dense; kv: one layer."""
+    shape = planned.shape
+    number, kv_number = DTYPE_NUMBERS.get(qkv.dtype), DTYPE_NUMBERS.get(kv.dtype)
+    if (
+        number is None
+        or kv_number is None
+        or qkv.shape != planned.qkv_shape
+        or kv.shape[1:] != planned.kv_shape
+        or not (qkv.is_contiguous() and kv.is_contiguous())
+        or not (kv.is_cpu and qkv.is_cpu)
+    ):
+        reject("attend", kv=kv, qkv=qkv)
+    q = qkv.data_ptr()
+    head_bytes = shape.head_dim * qkv.element_size()
+    k = q + shape.num_q_heads * head_bytes
+    return (
+        number,
+        kv_number,
+        q,
+        k,
+        k + shape.num_kv_heads * head_bytes,
+        out.data_ptr(),
+        kv.data_ptr(),
+        planned.table_address,
+        planned.qkv_stride,
+        planned.qkv_stride,
+        planned.qkv_stride,
+        shape.num_q_heads * shape.head_dim,
+        planned.table_stride,
+        shape.num_q_heads,
+        shape.head_dim,
+        shape.scale,
     )
 
 
