@@ -50,8 +50,9 @@ inline void rope(const RopeArgs& args, int thread, int num_threads) {
     }
 }
 
-// x / (1 + e^-x). exp2 stops at 2^127, so that very negative x give -0, not NaN.
+// x / (1 + e^-x). Below -88 the result stays at that of -88, -5e-37, as e^-x would overflow.
 inline F32 silu(F32 x) {
+    x = max(set1(-88.0f), x);
     const F32 minus_log2_e = set1(-1.44269504f);
     return div(x, add(set1(1.0f), exp2(mul(x, minus_log2_e))));
 }
