@@ -26,56 +26,87 @@ inline DecodeScratch decode_scratch(const DecodeAttentionArgs& args, void* memor
     return {p, p + rows, p + 2 * rows, p + 2 * rows + lanes, p + 2 * rows + 2 * lanes};
 }
 
-// At most 4 heads in a tile, and tiles of one group as even as possible: 5 = 3 + 2, 6 = 3 + 3.
-constexpr int kMaxTileHeads = 4;
+// The heads of a group are cut into tiles as even as possible: with 4 at most, 6 = 3 + 3.
+constexpr int kMaxTileHeads = kWidth == 16 ? 8 : 4;
 
-struct TileArgs {
-    const void* k;  // planes [block_size, head_dim]
-    const void* v;
-    int64_t next_k;  // bytes from this V plane to the K plane that is read after it; 0: none
-    int head_dim, padded, tokens, group;
-    float *q, *values, *maxima, *sums, *scores;  // of this kv head's first query head
+struct HeadTiles {
+    int group;
+    int count() const { return (group + kMaxTileHeads - 1) / kMaxTileHeads; }
+    int begin(int tile) const { return group * tile / count(); }
+    int heads(int tile) const { return begin(tile + 1) - begin(tile); }
 };
 
-// Query heads [first, first + Heads) of the group. Only the first tile prefetches.
-template <int Heads, class T>
-inline void attend_heads(const TileArgs& tile, int first) {
-    const T* k = static_cast<const T*>(tile.k);
-    const T* v = static_cast<const T*>(tile.v);
-    const int64_t to_v =
-        first == 0 ? reinterpret_cast<const char*>(v) - reinterpret_cast<const char*>(k) : 0;
-    const int64_t to_next = first == 0 ? tile.next_k : 0;
-    const int64_t offset = int64_t(first) * tile.padded;
-    alignas(64) float rescale[TileShape<Heads>::kLanes];
-    score_tokens<Heads>(k, tile.head_dim, tile.tokens, tile.q + offset, tile.padded, to_v,
-                        tile.scores);
-    softmax_tokens<Heads>(tile.scores, tile.tokens, tile.maxima + first * kWidth,
-                          tile.sums + first * kWidth, rescale);
-    add_values<Heads>(v, tile.head_dim, tile.tokens, tile.scores, rescale, to_next,
-                      tile.values + offset, tile.padded);
-}
-
-template <class T>
-inline void attend_tile(const TileArgs& tile) {
-    const int tiles = (tile.group + kMaxTileHeads - 1) / kMaxTileHeads;
-    for (int i = 0; i < tiles; ++i) {
-        const int first = tile.group * i / tiles;
-        switch (tile.group * (i + 1) / tiles - first) {
-            case 1:
-                attend_heads<1, T>(tile, first);
-                break;
-            case 2:
-                attend_heads<2, T>(tile, first);
-                break;
-            case 3:
-                attend_heads<3, T>(tile, first);
-                break;
-            default:
-                attend_heads<4, T>(tile, first);
-                break;
+// Calls body.template run<heads>() with the number of heads as a constant.
+template <class Body>
+inline void with_tile_heads(int heads, const Body& body) {
+    switch (heads) {
+        case 1:
+            return body.template run<1>();
+        case 2:
+            return body.template run<2>();
+        case 3:
+            return body.template run<3>();
+        case 4:
+            return body.template run<4>();
+    }
+    if constexpr (kMaxTileHeads == 8) {
+        switch (heads) {
+            case 5:
+                return body.template run<5>();
+            case 6:
+                return body.template run<6>();
+            case 7:
+                return body.template run<7>();
+            case 8:
+                return body.template run<8>();
         }
     }
 }
+
+// Attention of query heads [first, first + Heads) of a group to one block, and their state.
+template <class T>
+struct TileRunner {
+    const T* k;  // planes [block_size, head_dim]
+    const T* v;
+    const T* next;  // the planes that are read after these, or null: this tile fetches a part
+    int head_dim, padded, tokens;
+    int tile, num_tiles;
+    float *q, *values, *maxima, *sums, *scores;  // of the tile's first query head
+
+    Prefetch next_plane(int64_t offset, int steps) const {
+        if (next == nullptr) return Prefetch::over(nullptr, 0, 0);
+        const int64_t size = int64_t(tokens) * head_dim;
+        const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
+        return Prefetch::over(next + offset + begin, (end - begin) * int64_t(sizeof(T)), steps);
+    }
+
+    template <int Heads>
+    void run() const {
+        alignas(64) float rescale[TileShape<Heads>::kLanes];
+        score_tokens<Heads>(k, head_dim, tokens, q, padded,
+                            next_plane(0, score_steps<Heads>(head_dim, tokens)), scores);
+        softmax_tokens<Heads>(scores, tokens, maxima, sums, rescale);
+        add_values<Heads>(v, head_dim, tokens, scores, rescale,
+                          next_plane(v - k, value_steps<Heads>(head_dim, tokens)), values, padded);
+    }
+};
+
+// Where a tile keeps the maximum and the sum of one of its heads.
+struct HeadState {
+    const float* maxima;  // of the tile
+    const float* sums;
+    int head;
+    float& maximum;
+    float& sum;
+
+    template <int Heads>
+    void run() const {
+        constexpr int kTokens = TileShape<Heads>::kTokens;
+        maximum = maxima[head * kTokens];
+        sum = 0.0f;
+        for (int t = 0; t < kTokens; ++t) sum += sums[head * kTokens + t];
+    }
+};
 
 // Rows of one head between a tensor and float32 in T's pair order; A: the tensor's dtype.
 template <class T, class A>
@@ -167,54 +198,47 @@ struct DecodePieceRunner {
             const int tokens = left < args.block_size ? left : args.block_size;
             for (int head = piece.head_begin; head < piece.head_end; ++head) {
                 T* k = plane(piece, block, head);
-                const T* following = head + 1 < piece.head_end ? k + 2 * plane_size
-                                     : block + 1 < block_end
-                                         ? plane(piece, block + 1, piece.head_begin)
-                                         : next;
+                const T* after = head + 1 < piece.head_end ? k + 2 * plane_size
+                                 : block + 1 < block_end ? plane(piece, block + 1, piece.head_begin)
+                                                         : next;
                 if (piece.appends && block + 1 == block_end) append(piece, head, k);
-                attend_plane(piece, k, following, tokens, head);
+                attend_plane(piece, k, after, tokens, head);
             }
         }
     }
 
-    void attend_plane(const DecodePiece& piece, const T* k, const T* following, int tokens,
+    void attend_plane(const DecodePiece& piece, const T* k, const T* next, int tokens,
                       int head) const {
         const T* v = k + int64_t(args.block_size) * args.head_dim;
-        const int64_t to_next = following == nullptr ? 0
-                                                     : reinterpret_cast<intptr_t>(following) -
-                                                           reinterpret_cast<intptr_t>(v);
-        const int64_t h = int64_t(head - piece.head_begin) * group();
-        attend_tile<T>({k, v, to_next, args.head_dim, padded(), tokens, group(),
-                        scratch.q + h * padded(), scratch.values + h * padded(),
-                        scratch.maxima + h * kWidth, scratch.sums + h * kWidth, scratch.scores});
-    }
-
-    // Where a tile keeps the state of one query head: the lanes of the tile, its place in them.
-    template <int Heads>
-    void head_state(int tile_first, int h, float& maximum, float& sum) const {
-        constexpr int kTokens = TileShape<Heads>::kTokens;
-        const int64_t lanes = int64_t(tile_first) * kWidth + h * kTokens;
-        maximum = scratch.maxima[lanes];
-        sum = 0.0f;
-        for (int t = 0; t < kTokens; ++t) sum += scratch.sums[lanes + t];
+        const HeadTiles tiles{group()};
+        for (int i = 0; i < tiles.count(); ++i) {
+            const int64_t h = int64_t(head - piece.head_begin) * group() + tiles.begin(i);
+            const TileRunner<T> runner{k,
+                                       v,
+                                       next,
+                                       args.head_dim,
+                                       padded(),
+                                       tokens,
+                                       i,
+                                       tiles.count(),
+                                       scratch.q + h * padded(),
+                                       scratch.values + h * padded(),
+                                       scratch.maxima + h * kWidth,
+                                       scratch.sums + h * kWidth,
+                                       scratch.scores};
+            with_tile_heads(tiles.heads(i), runner);
+        }
     }
 
     void state(int h, float& maximum, float& sum) const {
-        const int tiles = (group() + kMaxTileHeads - 1) / kMaxTileHeads;
-        const int base = h / group() * group(), in_group = h % group();
-        int i = 0;
-        while (group() * (i + 1) / tiles <= in_group) ++i;
-        const int first = group() * i / tiles, place = in_group - first;
-        switch (group() * (i + 1) / tiles - first) {
-            case 1:
-                return head_state<1>(base + first, place, maximum, sum);
-            case 2:
-                return head_state<2>(base + first, place, maximum, sum);
-            case 3:
-                return head_state<3>(base + first, place, maximum, sum);
-            default:
-                return head_state<4>(base + first, place, maximum, sum);
-        }
+        const HeadTiles tiles{group()};
+        const int in_group = h % group();
+        int tile = 0;
+        while (tiles.begin(tile + 1) <= in_group) ++tile;
+        const int64_t first = h - in_group + tiles.begin(tile);
+        const HeadState reader{scratch.maxima + first * kWidth, scratch.sums + first * kWidth,
+                               in_group - tiles.begin(tile), maximum, sum};
+        with_tile_heads(tiles.heads(tile), reader);
     }
 
     void finish(const DecodePiece& piece) const {

@@ -35,13 +35,25 @@ inline int score_index(int token) {
     return token / Shape::kTokens * Shape::kLanes + token % Shape::kTokens;
 }
 
-// Asks for the bytes that lie `ahead` bytes after [p, p + kPair): as this plane is read, the next
-// one arrives.
-template <class T>
-inline void prefetch_pair(const T* p, int64_t ahead) {
-    const char* address = reinterpret_cast<const char*>(p) + ahead;
-    for (int i = 0; i < int(kPair * sizeof(T)); i += 64) prefetch(address + i);
-}
+// Fetches [next, end) line by line, a few at every step of a loop, in ascending order: that is
+// what the hardware's own prefetchers follow. Into the second-level cache, because the first has
+// too few line buffers to keep memory busy while the arithmetic waits for its data.
+struct Prefetch {
+    const char* next;
+    const char* end;
+    int bytes_per_step;
+
+    static Prefetch over(const void* begin, int64_t bytes, int steps) {
+        if (begin == nullptr || steps == 0) return {nullptr, nullptr, 0};
+        const char* first = static_cast<const char*>(begin);
+        const int64_t lines = (bytes + 64 * int64_t(steps) - 1) / (64 * int64_t(steps));
+        return {first, first + bytes, int(lines) * 64};
+    }
+    void step() {
+        const char* stop = next + bytes_per_step < end ? next + bytes_per_step : end;
+        for (; next < stop; next += 64) prefetch_far(next);
+    }
+};
 
 // acc[h][t] += q[h] * k[t] for one vector pair.
 template <int Heads, bool Partial, class T>
@@ -81,9 +93,22 @@ template <int Heads, bool Partial, class T>
 
 // scores = q * k for `tokens` tokens, rounded up to whole vectors: the surplus reads rows of the
 // block that hold no tokens yet, and what it writes means nothing.
+// Steps of an `ahead` that score_tokens and add_values make.
+template <int Heads>
+inline int score_steps(int head_dim, int tokens) {
+    constexpr int kTokens = TileShape<Heads>::kTokens;
+    return (tokens + kTokens - 1) / kTokens * (head_dim / kPair);
+}
+template <int Heads>
+inline int value_steps(int head_dim, int tokens) {
+    constexpr int kPairs = TileShape<Heads>::kPairs;
+    const int pairs = (head_dim + kPair - 1) / kPair;
+    return tokens * (pairs / kPairs + pairs % kPairs);
+}
+
 template <int Heads, class T>
 inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, int q_stride,
-                         int64_t ahead, float* scores) {
+                         Prefetch ahead, float* scores) {
     using Shape = TileShape<Heads>;
     const int whole = head_dim / kPair * kPair;
     for (int token = 0; token < tokens; token += Shape::kTokens) {
@@ -92,12 +117,7 @@ inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, i
 #pragma GCC unroll 32
         for (int i = 0; i < Shape::kLanes; ++i) acc[i] = zero();
         for (int d = 0; d < whole; d += kPair) {
-            if (ahead != 0) {
-#pragma GCC unroll 16
-                for (int t = 0; t < Shape::kTokens; ++t) {
-                    prefetch_pair(rows + t * head_dim + d, ahead);
-                }
-            }
+            ahead.step();
             score_pair<Heads, false>(rows + d, head_dim, 0, q + d, q_stride, acc);
         }
         if (whole < head_dim) {
@@ -161,7 +181,7 @@ inline void softmax_tokens(float* scores, int tokens, float* maximum, float* sum
 // pairs of the head dimension. `v` and `values` point at the first of them.
 template <int Heads, int Pairs, bool Partial, class T>
 inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const float* weights,
-                            const float* rescale, int64_t ahead, float* values, int stride) {
+                            const float* rescale, Prefetch& ahead, float* values, int stride) {
     using Shape = TileShape<Heads>;
     F32 acc[Heads][2 * Pairs];
 #pragma GCC unroll 8
@@ -175,6 +195,7 @@ inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const f
     for (int t = 0; t < tokens; ++t) {
         const T* row = v + int64_t(t) * head_dim;
         const float* weight = weights + score_index<Heads>(t);
+        ahead.step();
         F32 x[2 * Pairs];
 #pragma GCC unroll 4
         for (int p = 0; p < Pairs; ++p) {
@@ -182,7 +203,6 @@ inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const f
                 load_pair_partial(row, n, x[0], x[1]);
             } else {
                 load_pair(row + p * kPair, x[2 * p], x[2 * p + 1]);
-                if (ahead != 0) prefetch_pair(row + p * kPair, ahead);
             }
         }
 #pragma GCC unroll 8
@@ -201,7 +221,7 @@ inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const f
 
 template <int Heads, class T>
 inline void add_values(const T* v, int head_dim, int tokens, const float* weights,
-                       const float* rescale, int64_t ahead, float* values, int stride) {
+                       const float* rescale, Prefetch ahead, float* values, int stride) {
     constexpr int kPairs = TileShape<Heads>::kPairs;
     int d = 0;
     for (; d + kPairs * kPair <= head_dim; d += kPairs * kPair) {
@@ -213,8 +233,8 @@ inline void add_values(const T* v, int head_dim, int tokens, const float* weight
                                          values + d, stride);
     }
     if (d < head_dim) {
-        add_value_pairs<Heads, 1, true>(v + d, head_dim, head_dim - d, tokens, weights, rescale, 0,
-                                        values + d, stride);
+        add_value_pairs<Heads, 1, true>(v + d, head_dim, head_dim - d, tokens, weights, rescale,
+                                        ahead, values + d, stride);
     }
 }
 

@@ -167,5 +167,6 @@ inline F32 exp2(F32 x) {
 }
 
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 }  // namespace swiftapex::SWIFTAPEX_ISA

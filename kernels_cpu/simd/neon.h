@@ -105,5 +105,6 @@ inline F32 exp2(F32 x) {
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace swiftapex::SWIFTAPEX_ISA
