@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import swiftapex._kernels_cpu as kernels
-from swiftapex.backends.cpu_ops import DTYPE_NUMBERS, CpuOps, reject
+from swiftapex.backends.cpu_ops import DTYPE_NUMBERS, CpuOps, reject, torch_threads
 from swiftapex.backends.reference import append, gather, split_heads
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
@@ -19,12 +19,15 @@ _HUGE_PAGE = 2 * 1024 * 1024  # bytes
 
 
 class CpuBackend:
-    """Decode steps run on the native pool alone; torch's own threads work on prefill chunks and on
-    sampling only. Both have as many threads as the plan says, and take turns."""
+    """Decode steps run on the native pool alone. torch keeps to the calling thread, except for
+    linear layers of many rows and for prefill attention, where it has as many threads as the pool:
+    after each of its parallel operations its threads spin for some milliseconds, on the CPUs that
+    the native kernels of a decode step would need. The process's own setting returns on close."""
 
     def __init__(self, threads: ThreadPlan) -> None:
         self._pool = kernels.ThreadPool(threads.count, list(threads.cpus))
-        torch.set_num_threads(threads.count)
+        self._torch_threads_before = torch.get_num_threads()
+        torch.set_num_threads(1)
         self._ops = CpuOps(self._pool)
         self.ops: Ops = self._ops
         self._planned: PlannedDecodes | None = None
@@ -45,12 +48,14 @@ class CpuBackend:
         if num_native > 0:
             self._attend_decodes(kv, batch, shape, qkv, out)
         lens = (1,) * (batch.num_decodes - num_native) + batch.chunk_lens
-        begin = num_native
-        for request, n in enumerate(lens, start=num_native):
-            rows = slice(begin, begin + n)
-            blocks, context = batch.block_table[request], int(batch.context_lens[request])
-            attend_chunk(kv, blocks, context, shape, qkv[rows], out[rows])
-            begin += n
+        if lens:
+            begin = num_native
+            with torch_threads(self._pool.num_threads):
+                for request, n in enumerate(lens, start=num_native):
+                    rows = slice(begin, begin + n)
+                    blocks, context = batch.block_table[request], int(batch.context_lens[request])
+                    attend_chunk(kv, blocks, context, shape, qkv[rows], out[rows])
+                    begin += n
         return out.view(batch.num_tokens, -1)
 
     def _attend_decodes(
@@ -65,7 +70,10 @@ class CpuBackend:
         )
 
     def close(self) -> None:
-        """Joins the native threads; later kernel calls raise RuntimeError."""
+        """Joins the native threads; later kernel calls raise RuntimeError. May be called again."""
+        if self._torch_threads_before:
+            torch.set_num_threads(self._torch_threads_before)
+            self._torch_threads_before = 0
         self._planned = None
         self._ops.clear()
         self._pool.close()
