@@ -80,7 +80,7 @@ class FakeEngine:
         self.iterations.append(
             IterationRecord(
                 index, start, max(1.0, (now - start) * 1e6), 1.0, "sequential", 0, len(changed), 0,
-                len(changed), 0, len(self._open), 10, 20, 0,
+                len(changed), 0, len(self._open), 0, 0, 10, 20, 0,
             )
         )  # fmt: skip
         return changed

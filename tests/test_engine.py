@@ -53,7 +53,7 @@ def drain(engine: Engine) -> None:
         engine._queue.check_integrity()
     stats = engine.stats()
     assert stats.gpu_blocks_free == stats.gpu_blocks_total
-    assert stats.running == stats.waiting == 0
+    assert stats.running_gpu == stats.waiting == 0
 
 
 def run_all(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Request]:
@@ -266,7 +266,7 @@ def test_streams_from_threads_and_asyncio_give_the_tokens_of_generate() -> None:
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         stats = llm.stats()
-        assert stats.running == 0 and stats.gpu_blocks_free == stats.gpu_blocks_total
+        assert stats.running_gpu == 0 and stats.gpu_blocks_free == stats.gpu_blocks_total
         with pytest.raises(RequestError):
             next(llm.stream([], sampling))
 

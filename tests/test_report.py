@@ -40,6 +40,8 @@ def iteration(index: int, at_s: float, **values: Any) -> IterationRecord:
         "prefill_tokens": 0,
         "gpu_decodes": 0,
         "cpu_decodes": 0,
+        "parked": 0,
+        "moves": 0,
         "completed_tokens": 1,
         "waiting": 0,
         "running": 1,

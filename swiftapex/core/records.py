@@ -13,11 +13,13 @@ class IterationRecord:
     schedule_us: float  # of which: the policy
     pipeline: str
     prefill_tokens: int
-    gpu_decodes: int
-    cpu_decodes: int
+    gpu_decodes: int  # decodes over KV on the GPU that ended in it
+    cpu_decodes: int  # decodes over KV on the CPU that ended in it, wherever they began
     completed_tokens: int
     waiting: int  # requests that own no blocks
     running: int
+    parked: int  # requests whose CPU decode was in flight when it ended
+    moves: int  # requests whose KV went to the other side in it
     gpu_blocks_free: int
     cpu_blocks_free: int
     preemptions: int  # in this iteration
