@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from harness import Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftapex.core.errors import RequestError
-from swiftapex.core.plan import StepPlan
-from swiftapex.core.request import SIDES, Placement, Request, RequestState, SamplingParams
+from swiftapex.core.request import SIDES, Placement, RequestState, SamplingParams
 from swiftapex.engine.admission import fit_sampling
 from swiftapex.kv.block_manager import BlockManager
-from swiftapex.policies import make_policy
-from swiftapex.scheduler.queue import RequestQueue
-from swiftapex.scheduler.draft import Limits
-from swiftapex.scheduler.state import SchedulerState
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -110,80 +106,6 @@ def test_integrity_check_notices_a_leak_and_a_double_owner() -> None:
         blocks.check_integrity()
 
 
-class Harness:
-    """An engine without a model: every completing row gets a token; checks each plan."""
-
-    def __init__(self, gpu_blocks: int, block_size: int, rows: int, tokens: int) -> None:
-        self.blocks = BlockManager({Placement.GPU: gpu_blocks}, block_size)
-        self.queue = RequestQueue()
-        self.limits = Limits(rows, tokens)
-        self.state = SchedulerState(self.queue, self.blocks, self.limits)
-        self.policy = make_policy("gpu_only")
-        self.live: dict[int, Request] = {}
-        self.known: dict[int, list[int]] = {}  # what a worker knows: request -> blocks
-        self.next_id = 0
-        self.refused = 0
-
-    def add(self, prompt_len: int, max_tokens: int) -> None:
-        request_id, self.next_id = self.next_id, self.next_id + 1
-        try:
-            sampling = fit_sampling(
-                SamplingParams(max_tokens=max_tokens), prompt_len, 10_000, self.state
-            )
-        except RequestError:
-            self.refused += 1
-            return
-        request = Request(request_id, tuple(range(prompt_len)), sampling, 0.0)
-        self.live[request_id] = request
-        self.queue.add(request)
-
-    def abort(self, request_id: int) -> None:
-        if request_id in self.live:
-            self.state.finish(self.live.pop(request_id))
-
-    def step(self) -> int:
-        """Runs one iteration; the rows that were in it."""
-        plan = self.policy.plan(self.state)
-        self.check(plan)
-        rows = [row for batch in plan.sub_batches for row in batch.rows]
-        self.state.settle(plan, frozenset())
-        for row in rows:
-            request = self.live[row.request_id]
-            request.num_computed += row.num_tokens
-            if row.completes:
-                request.output_ids.append(0)
-                if len(request.output_ids) == request.sampling.max_tokens:
-                    self.state.finish(self.live.pop(row.request_id))
-        self.state.check_integrity()
-        return len(rows)
-
-    def check(self, plan: StepPlan) -> None:
-        """What a worker relies on."""
-        for request_id in plan.released:
-            del self.known[request_id]
-        for admission in plan.admitted:
-            assert admission.request_id not in self.known
-            assert admission.prompt_len == len(self.live[admission.request_id].prompt_ids)
-            self.known[admission.request_id] = []
-        for request_id, blocks in plan.new_blocks.items():
-            self.known[request_id] += blocks
-        (batch,) = plan.sub_batches
-        assert len(batch.rows) <= self.limits.max_batch_size
-        assert batch.num_tokens <= self.limits.max_tokens_in_batch
-        assert len({row.request_id for row in batch.rows}) == len(batch.rows)
-        kinds = [row.is_decode for row in batch.rows]
-        assert kinds == sorted(kinds, reverse=True), "decodes come first"
-        for row in batch.rows:
-            request = self.live[row.request_id]
-            assert row.start == request.num_computed and row.num_tokens > 0
-            end = row.start + row.num_tokens
-            assert row.completes == (end == request.num_tokens)
-            assert tuple(self.known[row.request_id]) == self.blocks.owned(row.request_id)
-            assert len(self.known[row.request_id]) >= self.blocks.blocks_for(end)
-            if row.token_ids is not None:
-                assert row.token_ids == request.token_ids(row.start, end)
-
-
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, lengths and aborts on small pools; at the end everything drains."""
 
@@ -214,21 +136,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness is not None)
     @rule()
     def step(self) -> None:
-        rows = self.harness.step()
-        assert rows > 0 or not self.harness.live, "requests wait, and nothing runs"
+        self.harness.step()
 
     def teardown(self) -> None:
         if self.harness is None:
             return
-        work = sum(r.num_tokens + r.sampling.max_tokens for r in self.harness.live.values())
-        for _ in range(work * (len(self.harness.live) + 1)):
-            if not self.harness.live:
-                break
-            assert self.harness.step() > 0
-        assert not self.harness.live, "a request starves"
-        for side in SIDES:
-            total = self.harness.blocks.num_total(side)
-            assert self.harness.blocks.num_free(side) == total
+        self.harness.drain()
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -242,19 +155,17 @@ def test_every_request_ends_whatever_the_pool(seed: int) -> None:
     import random
 
     rng = random.Random(seed)
-    harness = Harness(rng.randint(0, 40), rng.choice((1, 4, 16)), rng.randint(1, 9), rng.randint(1, 64))
+    harness = Harness(
+        rng.randint(0, 40), rng.choice((1, 4, 16)), rng.randint(1, 9), rng.randint(1, 64)
+    )
     arrivals = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(rng.randint(1, 12))]
-    for step in range(20_000):
-        if arrivals and rng.random() < 0.3:
+    while arrivals:
+        if rng.random() < 0.3:
             harness.add(*arrivals.pop())
         if rng.random() < 0.02 and harness.live:
             harness.abort(rng.choice(list(harness.live)))
-        rows = harness.step()
-        assert rows > 0 or not harness.live
-        if not arrivals and not harness.live:
-            break
-    assert not harness.live and not arrivals
-    assert harness.blocks.num_free(Placement.GPU) == harness.blocks.num_total(Placement.GPU)
+        harness.step()
+    harness.drain()
 
 
 def test_preempted_request_keeps_its_output_and_its_place() -> None:

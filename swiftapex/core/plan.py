@@ -89,6 +89,7 @@ class StepPlan:
     new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # appended per request
     released: tuple[int, ...] = ()  # finished, aborted or preempted since the last plan
     dropped: tuple[int, ...] = ()  # aborted in flight: leave their cohort when it rejoins
+    predicted_us: float | None = None  # what the policy expects the iteration to take
 
     @property
     def is_empty(self) -> bool:

@@ -16,6 +16,7 @@ from swiftapex.core.records import IterationRecord
 from swiftapex.core.request import FinishReason, Placement, Request, SamplingParams
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.admission import check_prompt, fit_sampling
+from swiftapex.engine.costs import default_cost_model
 from swiftapex.engine.text import TextStream
 from swiftapex.executor.in_process import InProcessExecutor
 from swiftapex.kv.block_manager import BlockManager
@@ -75,6 +76,9 @@ class Engine:
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
         self._state = SchedulerState(self._queue, self._blocks, limits)
+        self._cost_model = default_cost_model(
+            source.config, source.dtype, sizes.cpu_dtype, engine, uses_cpu
+        )
         self._live: dict[int, Request] = {}
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
@@ -146,7 +150,7 @@ class Engine:
                 self._trace.begin_iteration(self.num_iterations)
             start = time.perf_counter()
             preemptions = self._state.num_preemptions
-            plan = self._policy.plan(self._state)
+            plan = self._policy.plan(self._state, self._cost_model)
             planned = time.perf_counter()
             result = self._execute(plan)
             changed = self._apply(plan, result)
@@ -289,6 +293,7 @@ class Engine:
                 gpu_blocks_free=self._blocks.num_free(Placement.GPU),
                 cpu_blocks_free=self._blocks.num_free(Placement.CPU),
                 preemptions=preemptions,
+                predicted_us=plan.predicted_us,
             )
         )
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 POLICIES: dict[str, str] = {
     "gpu_only": "swiftapex.policies.gpu_only:GpuOnly",
+    "neo": "swiftapex.policies.neo:Neo",
+    "apex": "swiftapex.policies.apex:Apex",
+    "fastdecode": "swiftapex.policies.fastdecode:FastDecode",
 }
 FIXED_PREFIX = "fixed:"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from swiftapex.core.plan import StepPlan
+from swiftapex.cost_model import CostModel
 from swiftapex.scheduler.state import SchedulerState
 
 
@@ -17,5 +18,5 @@ class Policy(ABC):
     uses_cpu: bool = False
 
     @abstractmethod
-    def plan(self, state: SchedulerState) -> StepPlan:
+    def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
         """Composes the next iteration with the verbs of `state`. May be empty if nothing waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swiftapex.core.plan import StepPlan
+from swiftapex.cost_model import CostModel, Load, gpu_only_us
 from swiftapex.policies.base import Policy
 from swiftapex.scheduler.compose import gpu_batch
 from swiftapex.scheduler.state import SchedulerState
@@ -11,5 +12,7 @@ from swiftapex.scheduler.state import SchedulerState
 class GpuOnly(Policy):
     """Continuous batching, chunked prefill, preemption by recomputing."""
 
-    def plan(self, state: SchedulerState) -> StepPlan:
-        return state.step_plan("sequential", [gpu_batch(state)])
+    def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
+        batch = gpu_batch(state)
+        predicted = gpu_only_us(cost_model, Load.of(batch.rows))
+        return state.step_plan("sequential", [batch], predicted_us=predicted)

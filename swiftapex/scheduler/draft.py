@@ -31,7 +31,7 @@ class BatchDraft:
         """Tokens that still fit; 0 once all rows are taken."""
         if len(self.rows) >= self.limits.max_batch_size:
             return 0
-        return self.limits.max_tokens_in_batch - self.num_tokens
+        return max(0, self.limits.max_tokens_in_batch - self.num_tokens)
 
     @property
     def gpu_decodes(self) -> list[Row]:
@@ -48,6 +48,10 @@ class BatchDraft:
     def add(self, row: Row) -> None:
         self.rows.append(row)
         self.num_tokens += row.num_tokens
+
+    def remove(self, row: Row) -> None:
+        self.rows.remove(row)
+        self.num_tokens -= row.num_tokens
 
     def sub_batch(self) -> SubBatch:
         return SubBatch(tuple(sorted(self.rows, key=row_order)))

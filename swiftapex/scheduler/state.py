@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from swiftapex.core.plan import Admission, Move, Row, StepPlan, SubBatch
+from swiftapex.core.plan import Admission, Move, Row, StepPlan
 from swiftapex.core.request import Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
+from swiftapex.scheduler.cohorts import CohortBook
 from swiftapex.scheduler.draft import BatchDraft, Limits
 from swiftapex.scheduler.queue import RequestQueue
 
@@ -26,6 +27,7 @@ class SchedulerState:
         self.iteration = 0
         self.num_preemptions = 0
         self.num_moves = 0
+        self.cohorts = CohortBook()
         self._planned: set[int] = set()  # requests with a row or a move in the plan being composed
         self._staging_left = limits.staging_blocks
         self._admitted: dict[int, Admission] = {}
@@ -64,13 +66,27 @@ class SchedulerState:
         """Running requests whose blocks are on `side`, in flight or not."""
         return sum(r.placement.side is side for r in self.queue.running)
 
+    def num_decoding(self, side: Placement) -> int:
+        """Running requests that decode on `side`, in flight or not."""
+        return sum(r.placement is side and r.is_decoding for r in self.queue.running)
+
     @property
     def num_in_flight(self) -> int:
         return sum(r.in_flight for r in self.queue.running)
 
+    @property
+    def anything_in_flight(self) -> bool:
+        """Whether a cohort is parked, be it only of requests that have ended."""
+        return bool(self._draining) or self.num_in_flight > 0
+
     def overdue(self, requests: Iterable[Request]) -> list[Request]:
         """Those that were left out of the last `max_skipped` iterations."""
         return [r for r in requests if self.iteration - r.last_served > self.limits.max_skipped]
+
+    @property
+    def staging_blocks_left(self) -> int:
+        """Blocks of the staging area that this plan has not used yet."""
+        return self._staging_left
 
     def tokens_at_most(self, request: Request) -> int:
         """Tokens whose KV the request needs in the end. The last token's is never stored."""
@@ -119,6 +135,16 @@ class SchedulerState:
         batch.add(Row(request.request_id, request.placement, start, ids, done))
         self._serve(request)
         return end - start
+
+    def shorten_chunk(self, batch: BatchDraft, row: Row, request: Request, num_tokens: int) -> None:
+        """Cuts a chunk of the plan being composed to `num_tokens`; 0 takes it out."""
+        assert row.request_id == request.request_id and num_tokens < row.num_tokens
+        batch.remove(row)
+        self._planned.remove(request.request_id)
+        if row.placement is Placement.STAGING:
+            self._staging_left += self.blocks.blocks_for(row.start + row.num_tokens)
+        if num_tokens:
+            self.add_chunk(batch, request, num_tokens)
 
     # Starting, preempting, moving, ending
 
@@ -186,8 +212,11 @@ class SchedulerState:
         pipeline: str,
         batches: Sequence[BatchDraft],
         cohorts: Sequence[BatchDraft] = (),
+        predicted_us: float | None = None,
     ) -> StepPlan:
         """The plan of these batches, with all that the workers have not been told yet."""
+        for cohort in cohorts:
+            self.cohorts.add(row.request_id for row in cohort.rows)
         plan = StepPlan(
             pipeline,
             tuple(batch.sub_batch() for batch in batches),
@@ -197,6 +226,7 @@ class SchedulerState:
             dict(self._new_blocks),
             tuple(self._released),
             tuple(self._dropped),
+            predicted_us,
         )
         for pending in (self._moves, self._released, self._dropped):
             pending.clear()
@@ -207,7 +237,9 @@ class SchedulerState:
         return plan
 
     def settle(self, plan: StepPlan, in_flight: frozenset[int]) -> None:
-        """Books what an executed plan has ended: moves, and cohorts of requests that are gone."""
+        """Books what an executed plan has ended: moves, cohorts, prefills through the staging area.
+        The tokens that were computed are booked before, those that were sampled after it."""
+        self.cohorts.settle(in_flight)
         for move in plan.moves:
             self.blocks.finish_move(move.request_id)
         for request in self.queue.running:
@@ -215,6 +247,9 @@ class SchedulerState:
             request.in_flight = request.request_id in in_flight
             if request.in_flight:
                 request.last_served = self.iteration
+            prefilled = request.is_decoding or request.num_computed == request.num_tokens
+            if request.placement is Placement.STAGING and prefilled:
+                request.placement = Placement.CPU
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)
             self._release(request_id)

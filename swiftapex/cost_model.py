@@ -1,0 +1,211 @@
+"""What the work of an iteration costs, in µs per layer. No torch here.
+
+A policy asks a `CostModel` about one layer at a time and puts the answers together with the
+functions below: the time models of NEO (MLSys'25) and APEX (arXiv 2506.03296). The symbols are
+theirs: T_l linear layers of a sub-batch (post- and pre-projection), T_ga attention on the GPU
+(prefill attention included), T_ca decode attention on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from swiftapex.core.plan import Row
+from swiftapex.core.request import Placement
+from swiftapex.model.config import DTYPE_BYTES, ModelConfig
+
+
+class CostModel(Protocol):
+    """µs of each kind of work in one layer. No work costs nothing; more never costs less."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def linear_us(self, rows: int) -> float:
+        """All linear layers and norms of a layer over `rows` tokens: T_l."""
+
+    def gpu_attention_us(self, tokens: int) -> float:
+        """GPU decodes that read `tokens` tokens of KV together."""
+
+    def prefill_attention_us(self, chunk: int, prefix: int) -> float:
+        """A prefill chunk of `chunk` tokens behind `prefix` tokens."""
+
+    def cpu_attention_us(self, tokens: int) -> float:
+        """One task of CPU decodes that read `tokens` tokens of KV together: T_ca."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast a machine is. Bytes and flops per second; fixed costs in µs."""
+
+    weight_bytes_per_s: float  # reading weights for few rows
+    flops_per_s: float  # matrix products of many rows
+    gpu_kv_bytes_per_s: float  # decode attention on the GPU side
+    cpu_kv_bytes_per_s: float  # decode attention on the CPU side
+    stage_us: float  # fixed cost of a stage or an attention call on the GPU side
+    task_us: float  # fixed cost of a task on the CPU side, its signals included
+
+
+_THREAD_BYTES_PER_S = 12e9  # one thread reading memory
+_THREAD_FLOPS_PER_S = 40e9  # one thread multiplying float32 matrices
+_SM_BYTES_PER_S = 845e9 / 8  # H200 limited to 8 multiprocessors, 7B weights, 8 rows: measured
+_SM_FLOPS_PER_S = 55e12 / 8  # as above, bfloat16
+_SM_KV_SHARE = 0.89  # paged KV is read at 750 GB/s where weights are read at 845
+_GPU_BYTES_PER_S = 4.0e12  # a whole H200: about 5/6 of what its data sheet says; not measured
+_GPU_SMS = 132
+_HOST_BYTES_PER_S = 118e9  # 15 threads of the H200 machine's host; 8 threads read 72e9
+_HOST_THREAD_BYTES_PER_S = 9e9
+
+
+def default_rates(
+    device: str, cpu_threads: int, gpu_threads: int = 1, sm_count: int | None = None
+) -> Rates:
+    """Rates for a machine that nobody has measured yet.
+
+    `cpu_threads` attend for the CPU side; on the `cpu` device the GPU side runs on `gpu_threads`
+    of the same machine. There both sides share one memory: what they read at the same time takes
+    longer than this says, so that overlap looks better than it is.
+    """
+    if device != "cuda":
+        gpu_read, cpu_read = gpu_threads * _THREAD_BYTES_PER_S, cpu_threads * _THREAD_BYTES_PER_S
+        flops = gpu_threads * _THREAD_FLOPS_PER_S
+        return Rates(gpu_read, flops, gpu_read, cpu_read, stage_us=20.0, task_us=30.0)
+    sms = sm_count or _GPU_SMS
+    read = min(sms * _SM_BYTES_PER_S, _GPU_BYTES_PER_S)
+    host = min(cpu_threads * _HOST_THREAD_BYTES_PER_S, _HOST_BYTES_PER_S)
+    return Rates(read, sms * _SM_FLOPS_PER_S, read * _SM_KV_SHARE, host, stage_us=5.0, task_us=30.0)
+
+
+class AnalyticCostModel:
+    """Closed forms over a model's shape: a roofline for linear layers, bandwidth for decode
+    attention, flops for prefill attention. For planning before anything has been measured."""
+
+    def __init__(
+        self, config: ModelConfig, rates: Rates, dtype: str, cpu_kv_dtype: str | None = None
+    ) -> None:
+        self.num_layers = config.num_layers
+        self._rates = rates
+        self._parameters = config.num_layer_parameters
+        self._weight_bytes = config.num_layer_parameters * DTYPE_BYTES[dtype]
+        layers = config.num_layers
+        self._gpu_kv_bytes = config.kv_bytes_per_token(dtype) / layers
+        self._cpu_kv_bytes = config.kv_bytes_per_token(cpu_kv_dtype or dtype) / layers
+        self._attention_width = config.num_q_heads * config.head_dim
+
+    def linear_us(self, rows: int) -> float:
+        """max(weight bytes / bandwidth, 2 parameters rows / flops), and two stages' fixed cost."""
+        if rows <= 0:
+            return 0.0
+        read = self._weight_bytes / self._rates.weight_bytes_per_s
+        multiply = 2 * self._parameters * rows / self._rates.flops_per_s
+        return max(read, multiply) * 1e6 + 2 * self._rates.stage_us
+
+    def gpu_attention_us(self, tokens: int) -> float:
+        """KV bytes / bandwidth, and a stage's fixed cost."""
+        if tokens <= 0:
+            return 0.0
+        read = tokens * self._gpu_kv_bytes / self._rates.gpu_kv_bytes_per_s
+        return read * 1e6 + self._rates.stage_us
+
+    def prefill_attention_us(self, chunk: int, prefix: int) -> float:
+        """Four flops (QK and PV) per head dimension, query and visible key; on average half of
+        the chunk's own keys are visible."""
+        if chunk <= 0:
+            return 0.0
+        flops = 4 * self._attention_width * chunk * (prefix + (chunk + 1) / 2)
+        return flops / self._rates.flops_per_s * 1e6 + self._rates.stage_us
+
+    def cpu_attention_us(self, tokens: int) -> float:
+        """KV bytes / bandwidth, and a task's fixed cost."""
+        if tokens <= 0:
+            return 0.0
+        read = tokens * self._cpu_kv_bytes / self._rates.cpu_kv_bytes_per_s
+        return read * 1e6 + self._rates.task_us
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a sub-batch asks of both sides in each layer."""
+
+    rows: int = 0  # tokens that go through its linear layers
+    gpu_tokens: int = 0  # tokens of KV that its GPU decodes read
+    cpu_tokens: int = 0  # tokens of KV that its CPU decodes read
+    chunks: tuple[tuple[int, int], ...] = ()  # prefill chunks: (tokens, tokens before them)
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> Load:
+        total = gpu = cpu = 0
+        chunks = []
+        for row in rows:
+            total += row.num_tokens
+            if not row.is_decode:
+                chunks.append((row.num_tokens, row.start))
+            elif row.placement is Placement.CPU:
+                cpu += row.start + 1
+            else:
+                gpu += row.start + 1
+        return Load(total, gpu, cpu, tuple(chunks))
+
+    def with_cpu_decode(self, tokens: int) -> Load:
+        return Load(self.rows + 1, self.gpu_tokens, self.cpu_tokens + tokens, self.chunks)
+
+    def without_chunks(self) -> Load:
+        rows = self.rows - sum(tokens for tokens, _ in self.chunks)
+        return Load(rows, self.gpu_tokens, self.cpu_tokens)
+
+    def with_rows(self, more: int) -> Load:
+        return Load(self.rows + more, self.gpu_tokens, self.cpu_tokens, self.chunks)
+
+
+def gpu_side_attention_us(cost: CostModel, load: Load) -> float:
+    """T_ga of one layer: GPU decodes and prefill chunks."""
+    chunks = sum(cost.prefill_attention_us(tokens, prefix) for tokens, prefix in load.chunks)
+    return cost.gpu_attention_us(load.gpu_tokens) + chunks
+
+
+def gpu_only_us(cost: CostModel, load: Load) -> float:
+    """An iteration of the load's GPU rows and chunks in one batch: L (T_l + T_ga), APEX Eq. 1."""
+    return cost.num_layers * (cost.linear_us(load.rows) + gpu_side_attention_us(cost, load))
+
+
+def asymmetric_us(cost: CostModel, first: Load, second: Load) -> float:
+    """An iteration of two sub-batches half a layer out of phase, NEO section 3:
+    L (max(T_l0, T_ca1) + max(T_l1 + T_ga0, T_ca0))."""
+    beside_first = max(cost.linear_us(first.rows), cost.cpu_attention_us(second.cpu_tokens))
+    gpu_side = cost.linear_us(second.rows) + gpu_side_attention_us(cost, first)
+    beside_second = max(gpu_side, cost.cpu_attention_us(first.cpu_tokens))
+    return cost.num_layers * (beside_first + beside_second)
+
+
+def spare_us(cost: CostModel, first: Load, second: Load) -> tuple[float, float]:
+    """µs of a layer in which the CPU could still attend, for rows of the first and of the second
+    sub-batch: T_l1 + T_ga0 - T_ca0 and T_l0 - T_ca1. Negative: the GPU waits (NEO's constraints).
+    """
+    beside_second = cost.linear_us(second.rows) + gpu_side_attention_us(cost, first)
+    return (
+        beside_second - cost.cpu_attention_us(first.cpu_tokens),
+        cost.linear_us(first.rows) - cost.cpu_attention_us(second.cpu_tokens),
+    )
+
+
+def overlap_us(cost: CostModel, load: Load, in_flight: int) -> float:
+    """A pass in which `in_flight` CPU decodes are parked. Each rejoins L times in its L + 1
+    passes, so that a layer merges in_flight / (L + 1) of them on average; the pass never waits
+    for the CPU."""
+    riders = -(-in_flight // (cost.num_layers + 1))
+    return gpu_only_us(cost, load.with_rows(riders))
+
+
+def visit_us(cost: CostModel, cpu_tokens: int, cohorts: int) -> float:
+    """CPU time in which every cohort in flight advances one layer: what a pass should take."""
+    if cpu_tokens <= 0:
+        return 0.0
+    return cost.cpu_attention_us(cpu_tokens) + max(0, cohorts - 1) * cost.cpu_attention_us(1)
+
+
+def overlap_tokens(cost: CostModel, in_flight: int) -> float:
+    """Tokens of parked CPU decodes that a pass is worth. A visit is 1 / (L + 1) of a token: by
+    the tokens that a single pass completes, starting to overlap would never look worth it."""
+    return in_flight / (cost.num_layers + 1)

@@ -1,0 +1,21 @@
+"""The cost model of an engine that nobody has measured yet."""
+
+from __future__ import annotations
+
+from swiftapex.backends.threads import cpu_threads, split_threads
+from swiftapex.config.schema import EngineConfig
+from swiftapex.cost_model import AnalyticCostModel, CostModel, default_rates
+from swiftapex.model.config import ModelConfig
+
+
+def default_cost_model(
+    config: ModelConfig, dtype: str, cpu_kv_dtype: str, engine: EngineConfig, uses_cpu: bool
+) -> CostModel:
+    """Closed forms at the default rates of the engine's device and threads."""
+    threads = cpu_threads(engine.cpu.threads).count
+    gpu_side = cpu_side = threads
+    if uses_cpu and engine.device != "cuda":
+        gpu_plan, cpu_plan = split_threads(engine.cpu.threads)
+        gpu_side, cpu_side = gpu_plan.count, cpu_plan.count
+    rates = default_rates(engine.device, cpu_side, gpu_side, engine.gpu.sm_count)
+    return AnalyticCostModel(config, rates, dtype, cpu_kv_dtype)

@@ -1,0 +1,95 @@
+"""APEX (arXiv 2506.03296): GPU-only, asymmetric or asynchronous overlap, iteration by iteration."""
+
+from __future__ import annotations
+
+import enum
+
+from swiftapex.core.errors import ConfigError
+from swiftapex.core.plan import StepPlan
+from swiftapex.core.request import Placement
+from swiftapex.cost_model import CostModel, Load, asymmetric_us, gpu_only_us
+from swiftapex.policies.base import Policy
+from swiftapex.scheduler.cohorts import cohorts_wanted
+from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
+from swiftapex.scheduler.cpu_tier import cohort_reserve, cohort_rows, cpu_decodes
+from swiftapex.scheduler.overlap import overlap_plan
+from swiftapex.scheduler.prefill import add_prefill, full_for_overlap, gpu_first
+from swiftapex.scheduler.split import add_split, split_for, split_wins, trim_swap_out
+from swiftapex.scheduler.state import SchedulerState
+
+
+class Strategy(enum.Enum):
+    GPU_ONLY = "sequential"
+    ASYMMETRIC = "asymmetric"
+    OVERLAP = "async_overlap"
+
+
+def select_strategy(
+    *,
+    num_gpu: int,
+    num_cpu: int,
+    gpu_rows: int,
+    overdue: int,
+    min_ratio: float,
+    scheduled: int,
+    asymmetric_wins: bool,
+) -> Strategy:
+    """StrategySelection of the paper.
+
+    num_gpu, num_cpu: requests that decode on each side, parked ones included. gpu_rows: GPU
+    decodes and chunks of this iteration; without any there is no GPU-only. overdue: CPU requests
+    that must not be left out again. scheduled: CPU decodes that NEO's split takes in.
+    """
+    few = num_cpu < min_ratio * num_gpu
+    if gpu_rows and not overdue and (num_cpu == 0 or few):
+        return Strategy.GPU_ONLY
+    if scheduled and asymmetric_wins:
+        return Strategy.ASYMMETRIC
+    return Strategy.OVERLAP
+
+
+class Apex(Policy):
+    """`min_cpu_gpu_ratio`: with fewer CPU requests per GPU request an iteration is GPU-only.
+    `cohorts`: how many are in flight at most (None: one per 64 CPU requests, within [2, 32])."""
+
+    uses_cpu = True
+
+    def __init__(self, min_cpu_gpu_ratio: float = 8, cohorts: int | None = None) -> None:
+        if min_cpu_gpu_ratio < 0:
+            raise ConfigError(f"min_cpu_gpu_ratio must be >= 0, got {min_cpu_gpu_ratio}")
+        if cohorts is not None and cohorts < 1:
+            raise ConfigError(f"cohorts must be >= 1 or null, got {cohorts}")
+        self.min_cpu_gpu_ratio = min_cpu_gpu_ratio
+        self.cohorts = cohorts
+
+    def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
+        rows = cohort_rows(state, self.cohorts)
+        first = main_batch(state, cohort_reserve(state, rows))
+        second = state.new_batch()
+        num_gpu = state.num_decoding(Placement.GPU)
+        num_cpu = state.num_decoding(Placement.CPU)
+        wanted = cohorts_wanted(num_cpu, self.cohorts)
+        add_gpu_decodes(state, first, demote=True)
+        promote(state, first)
+        add_prefill(state, first, gpu_first(state, full_for_overlap(state, cost_model, wanted)))
+
+        waiting = cpu_decodes(state)
+        split = split_for(state, cost_model, first, second, waiting, forced=0)
+        strategy = select_strategy(
+            num_gpu=num_gpu,
+            num_cpu=num_cpu,
+            gpu_rows=len(first.rows),
+            overdue=len(state.overdue(waiting)),
+            min_ratio=self.min_cpu_gpu_ratio,
+            scheduled=split.count,
+            asymmetric_wins=split_wins(state, cost_model, first, split),
+        )
+        if strategy is Strategy.OVERLAP:
+            return overlap_plan(state, cost_model, first, rows)
+        if strategy is Strategy.GPU_ONLY:
+            alone = gpu_only_us(cost_model, Load.of(first.rows))
+            return state.step_plan(strategy.value, [first], predicted_us=alone)
+        split = trim_swap_out(state, cost_model, first, split)
+        add_split(state, (first, second), waiting, split)
+        predicted = asymmetric_us(cost_model, Load.of(first.rows), Load.of(second.rows))
+        return state.step_plan(strategy.value, [first, second], predicted_us=predicted)

@@ -1,0 +1,43 @@
+"""Cohorts of CPU decodes in flight: which there are, and how large a new one should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_ROWS_PER_COHORT = 64
+_FEWEST, _MOST = 2, 32
+
+
+class CohortBook:
+    """The cohorts that have been planned and not all come back. Only their requests: what they
+    wait for is the workers' concern."""
+
+    def __init__(self) -> None:
+        self._members: list[frozenset[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest one: so many may join a batch at any layer."""
+        return max(map(len, self._members), default=0)
+
+    def add(self, request_ids: Iterable[int]) -> None:
+        members = frozenset(request_ids)
+        if members:
+            self._members.append(members)
+
+    def settle(self, in_flight: frozenset[int]) -> None:
+        """Forgets those that have come back. An aborted member counts until its cohort does."""
+        left = (members & in_flight for members in self._members)
+        self._members = [members for members in left if members]
+
+
+def cohorts_wanted(num_cpu: int, setting: int | None) -> int:
+    """How many cohorts `num_cpu` CPU decodes should form: the setting, or one per 64, within
+    [2, 32]. One alone leaves the CPU idle while the GPU works on it; many pay a task's fixed cost
+    each, and gain little."""
+    if setting is not None:
+        return setting
+    return min(max(num_cpu // _ROWS_PER_COHORT, _FEWEST), _MOST)

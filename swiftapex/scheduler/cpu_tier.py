@@ -1,0 +1,90 @@
+"""The CPU's share of an iteration: the order of its decodes, their blocks, halves and cohorts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swiftapex.core.request import Placement, Request
+from swiftapex.scheduler.cohorts import cohorts_wanted
+from swiftapex.scheduler.draft import BatchDraft
+from swiftapex.scheduler.state import SchedulerState
+
+
+def cpu_decodes(state: SchedulerState) -> list[Request]:
+    """CPU decodes at a token boundary, least recently served first, older ones before younger.
+    Those that are overdue (`SchedulerState.overdue`) come first, therefore."""
+    return sorted(state.decoding(Placement.CPU), key=lambda r: (r.last_served, r.request_id))
+
+
+def take_cpu_decode(state: SchedulerState, batch: BatchDraft, request: Request) -> bool:
+    """Adds a CPU decode; False where it has to wait for a block.
+
+    Without a free block the newest CPU request that is younger and at a token boundary is
+    preempted. Where there is none the request waits, and one that is overdue is preempted itself,
+    unless it is the oldest. The oldest is never preempted and goes first once anything comes back,
+    so that it always advances.
+    """
+    if not state.is_free(request) or batch.room == 0:
+        return False
+    while not state.has_block(request):
+        on_cpu = [r for r in state.queue.running if r.placement.side is Placement.CPU]
+        newest = next(r for r in reversed(on_cpu) if state.is_free(r))
+        if newest is request:
+            if state.overdue([request]) and on_cpu[0] is not request:
+                state.preempt(request)
+            return False
+        state.preempt(newest)
+    state.add_decode(batch, request)
+    return True
+
+
+def add_cpu_halves(
+    state: SchedulerState, first: BatchDraft, second: BatchDraft, requests: Sequence[Request]
+) -> None:
+    """CPU decodes in turn into the sub-batch that holds fewer of them."""
+    for request in requests:
+        halves = sorted((first, second), key=lambda half: len(half.cpu_decodes))
+        for half in halves:
+            if take_cpu_decode(state, half, request):
+                break
+
+
+def cohort_rows(state: SchedulerState, setting: int | None) -> int:
+    """Rows of the cohort that should start in this iteration; 0: none.
+
+    Cohorts have even sizes, and at most one starts in an iteration, so that they spread over the
+    layers. A cohort takes at most half of a batch, beside the GPU rows. Overdue requests start at
+    once, in a cohort beyond the wanted number if need be.
+    """
+    idle = state.decoding(Placement.CPU)
+    on_cpu = state.num_decoding(Placement.CPU)
+    wanted = cohorts_wanted(on_cpu, setting)
+    overdue = len(state.overdue(idle))
+    if not idle or (len(state.cohorts) >= wanted and not overdue):
+        return 0
+    return max(1, min(len(idle), -(-on_cpu // wanted), _half_batch(state)))
+
+
+def cohort_reserve(state: SchedulerState, rows: int) -> int:
+    """Rows that the main batch keeps free for a new cohort of `rows`. Batches of a single row
+    serve the GPU first, until a CPU request is overdue."""
+    if rows <= _half_batch(state) or state.overdue(state.decoding(Placement.CPU)):
+        return rows
+    return 0
+
+
+def _half_batch(state: SchedulerState) -> int:
+    return min(state.limits.max_batch_size, state.limits.max_tokens_in_batch) // 2
+
+
+def new_cohort(state: SchedulerState, main: BatchDraft, rows: int) -> BatchDraft:
+    """A cohort of at most `rows` CPU decodes, least recently served first. It goes through the
+    first layer together with the main batch, and shares its limits."""
+    limits = state.limits
+    room = min(limits.max_batch_size - len(main.rows), limits.max_tokens_in_batch - main.num_tokens)
+    cohort = state.new_batch()
+    for request in cpu_decodes(state):
+        if len(cohort.rows) >= min(rows, room):
+            break
+        take_cpu_decode(state, cohort, request)
+    return cohort

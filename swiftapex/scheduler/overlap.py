@@ -1,0 +1,29 @@
+"""An iteration of asynchronous overlap (APEX, arXiv 2506.03296)."""
+
+from __future__ import annotations
+
+from swiftapex.core.plan import StepPlan
+from swiftapex.cost_model import CostModel, Load, overlap_us, visit_us
+from swiftapex.scheduler.cpu_tier import new_cohort
+from swiftapex.scheduler.draft import BatchDraft
+from swiftapex.scheduler.prefill import cpu_tokens, cut_chunks, overlap_chunk_tokens
+from swiftapex.scheduler.state import SchedulerState
+
+
+def overlap_plan(
+    state: SchedulerState,
+    cost: CostModel,
+    main: BatchDraft,
+    rows: int,
+    pipeline: str = "async_overlap",
+) -> StepPlan:
+    """The plan of `main`, its chunks cut to what a pass should hold, and a cohort of at most
+    `rows` CPU decodes."""
+    in_flight = state.num_in_flight + rows
+    visit = visit_us(cost, cpu_tokens(state), len(state.cohorts) + bool(rows))
+    keep = overlap_chunk_tokens(cost, Load.of(main.rows), in_flight, visit)
+    cut_chunks(state, main, main.chunks, keep)
+    cohort = new_cohort(state, main, rows)
+    in_flight = state.num_in_flight + len(cohort.rows)
+    predicted = overlap_us(cost, Load.of(main.rows), in_flight)
+    return state.step_plan(pipeline, [main], [cohort], predicted_us=predicted)

@@ -1,0 +1,174 @@
+"""Prefill chunks and admission: which waiting request starts, on which side, how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swiftapex.core.plan import Row
+from swiftapex.core.request import Placement, Request
+from swiftapex.cost_model import CostModel, Load, asymmetric_us, overlap_us, visit_us
+from swiftapex.scheduler.draft import BatchDraft
+from swiftapex.scheduler.state import SchedulerState
+
+Place = Callable[[BatchDraft, Request], Placement | None]
+"""Where a waiting request may start now, beside the batch so far; None: it has to wait."""
+CpuFull = Callable[[BatchDraft, Request], bool]
+"""Whether the CPU has as much work as it can do, so that the request would only wait there."""
+
+
+def add_prefill(state: SchedulerState, batch: BatchDraft, place: Place) -> None:
+    """Chunks of running requests, oldest first, then of waiting ones, which start in order."""
+    for request in state.prefilling():
+        state.add_chunk(batch, request, batch.room)
+    while batch.room > 0 and state.queue.num_waiting:
+        request = state.queue.waiting[0]
+        placement = place(batch, request)
+        if placement is None:
+            break
+        state.start(request, placement)
+        state.add_chunk(batch, request, batch.room)
+
+
+def gpu_first(state: SchedulerState, cpu_full: CpuFull) -> Place:
+    """To the GPU, unless an older CPU request waits for that place; else to the CPU, unless the
+    CPU is full."""
+
+    def place(batch: BatchDraft, request: Request) -> Placement | None:
+        older_waits = any(
+            r.request_id < request.request_id and state.fits_alone(r, Placement.GPU)
+            for r in state.decoding(Placement.CPU)
+        )
+        if not older_waits and _gpu_has_room(state, batch, request):
+            return Placement.GPU
+        idle = state.running_on(Placement.CPU) == 0
+        if _cpu_has_room(state, request) and (idle or not cpu_full(batch, request)):
+            return Placement.STAGING
+        return None
+
+    return place
+
+
+def cpu_first(state: SchedulerState) -> Place:
+    """To the CPU always; to the GPU only what could never be there."""
+
+    def place(batch: BatchDraft, request: Request) -> Placement | None:
+        if state.fits_alone(request, Placement.STAGING):
+            return Placement.STAGING if _cpu_has_room(state, request) else None
+        return Placement.GPU if _gpu_has_room(state, batch, request) else None
+
+    return place
+
+
+def _gpu_has_room(state: SchedulerState, batch: BatchDraft, request: Request) -> bool:
+    rows = state.running_on(Placement.GPU) < batch.limits.max_batch_size
+    return rows and state.can_start(request, Placement.GPU)
+
+
+def _cpu_has_room(state: SchedulerState, request: Request) -> bool:
+    """Whether a prompt bound for the CPU can start now, beside what is kept free there for GPU
+    requests that may be demoted: as many blocks as they own, at most half of the pool. More would
+    leave a CPU pool idle that is no larger than the GPU's."""
+    if state.staging_blocks_left == 0 or not state.can_start(request, Placement.STAGING):
+        return False
+    on_gpu = sum(
+        len(state.blocks.owned(r.request_id))
+        for r in state.queue.running
+        if r.placement is Placement.GPU
+    )
+    kept = min(on_gpu, state.blocks.num_total(Placement.CPU) // 2)
+    spare = state.running_on(Placement.CPU)
+    need = state.blocks.blocks_for(request.num_tokens) + spare + kept
+    return need <= state.blocks.num_free(Placement.CPU)
+
+
+def cpu_tokens(state: SchedulerState) -> int:
+    """Tokens of KV that one visit of all CPU requests reads."""
+    running = state.queue.running
+    return sum(r.num_tokens for r in running if r.placement.side is Placement.CPU)
+
+
+def full_for_split(state: SchedulerState, cost: CostModel) -> CpuFull:
+    """Asymmetric: the CPU is full once attending for all its requests takes the whole cycle."""
+
+    def full(batch: BatchDraft, request: Request) -> bool:
+        tokens = cpu_tokens(state) + request.num_tokens
+        count = state.running_on(Placement.CPU) + 1
+        load = Load.of(batch.rows)
+        first = load if load.rows else load.with_rows(1)
+        cycle = asymmetric_us(cost, first, Load(rows=count))
+        return cost.num_layers * cost.cpu_attention_us(tokens) >= cycle
+
+    return full
+
+
+def full_for_overlap(state: SchedulerState, cost: CostModel, cohorts: int) -> CpuFull:
+    """Asynchronous overlap: the CPU is full once one visit of all its requests takes a pass."""
+
+    def full(batch: BatchDraft, request: Request) -> bool:
+        tokens = cpu_tokens(state) + request.num_tokens
+        count = state.running_on(Placement.CPU) + 1
+        load = Load.of(batch.rows)
+        a_pass = overlap_us(cost, load if load.rows else load.with_rows(1), count)
+        return visit_us(cost, tokens, cohorts) >= a_pass
+
+    return full
+
+
+def never_full(batch: BatchDraft, request: Request) -> bool:
+    """Only memory limits what the CPU takes in."""
+    return False
+
+
+def overlap_chunk_tokens(cost: CostModel, load: Load, in_flight: int, visit: float) -> int:
+    """Prefill tokens that a pass of asynchronous overlap should hold, of those in `load`.
+
+    A cohort advances about one layer in a pass, however long that is. So the pass should take
+    about as long as the CPU needs for one visit of all cohorts (`visit`, µs). It may always be
+    twice as long as without chunks: prompts are what gives the CPU work in the first place.
+    """
+    decodes = load.without_chunks()
+    alone = overlap_us(cost, decodes, in_flight)
+    total = load.rows - decodes.rows
+    if alone == 0:
+        return total
+    longest = max(visit, 2 * alone)
+
+    def fits(tokens: int) -> bool:
+        return overlap_us(cost, first_chunks(load, tokens), in_flight) <= longest
+
+    return most_that(fits, total)
+
+
+def first_chunks(load: Load, tokens: int) -> Load:
+    """The load with the first `tokens` of its prefill tokens only."""
+    chunks, left = [], tokens
+    for count, prefix in load.chunks:
+        if left > 0:
+            chunks.append((min(count, left), prefix))
+        left -= count
+    rows = load.without_chunks().rows + tokens
+    return Load(rows, load.gpu_tokens, load.cpu_tokens, tuple(chunks))
+
+
+def most_that(fits: Callable[[int], bool], total: int) -> int:
+    """The largest number in [1, total] that fits, by bisection; 1 where none does."""
+    low, high = 1, max(1, total)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return min(low, total)
+
+
+def cut_chunks(state: SchedulerState, batch: BatchDraft, rows: list[Row], keep_tokens: int) -> None:
+    """Shortens these chunks of the batch, the last ones first, to `keep_tokens` in all."""
+    excess = sum(row.num_tokens for row in rows) - keep_tokens
+    running = {r.request_id: r for r in state.queue.running}
+    for row in reversed(rows):
+        if excess <= 0:
+            break
+        cut = min(excess, row.num_tokens)
+        state.shorten_chunk(batch, row, running[row.request_id], row.num_tokens - cut)
+        excess -= cut
