@@ -5,7 +5,7 @@
 Prints JSON. Everything is measured in this process, in interleaved rounds, and the median of the
 rounds is reported:
 
-- `read_gb_per_s`: a streaming sum over 1 GiB by the backend's own threads;
+- `read_gb_per_s`: a streaming sum over 1 GiB in 2 MiB pages, by as many threads as decode;
 - `swiftapex` and `transformers`: decode tokens per second (prefill excluded) at the same batch;
 - `weight_read_share`: bytes of the weights that a pass reads, over the time of a whole iteration
   (scheduling and Python included), over `read_gb_per_s`.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -23,21 +22,22 @@ from typing import Any
 
 import torch
 
+import swiftapex._kernels_cpu as kernels
 from swiftapex import SamplingParams
-from swiftapex.backends.cpu import CpuBackend
+from swiftapex.backends.cpu import zeroed_huge_pages
 from swiftapex.backends.threads import cpu_threads
 from swiftapex.config.schema import EngineConfig, GpuConfig, ModelSection
 from swiftapex.engine.engine import Engine
 from swiftapex.model.config import DTYPE_BYTES
-from swiftapex.model.source import as_torch_dtype, find_checkpoint
+from swiftapex.model.source import as_torch_dtype, find_model
 
 STREAM_BYTES = 1 << 30
 
 
-def read_rate(backend: CpuBackend, buffer: torch.Tensor) -> float:
+def read_rate(pool: kernels.ThreadPool, buffer: torch.Tensor) -> float:
     """GB/s of one streaming read of `buffer`."""
     start = time.perf_counter()
-    backend.read_stream(buffer)
+    kernels.read_stream(pool, buffer.data_ptr(), buffer.nbytes)
     return buffer.nbytes / (time.perf_counter() - start) / 1e9
 
 
@@ -73,12 +73,14 @@ def their_rate(model: Any, prompts: list[list[int]], tokens: int) -> float:
     return (tokens - 1) / (seconds(tokens) - seconds(1))
 
 
-def load_transformers(path: Path, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def same_shape_in_transformers(path: Path, dtype: str) -> Any:
+    """The model's shape in transformers, with plain weights in `dtype`. They are random: read from
+    a GGUF file, transformers would keep them packed, and only the time counts here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, extra = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=as_torch_dtype(dtype), **extra)
-    return model.eval()
+    config = AutoConfig.from_pretrained(folder, **extra)
+    return AutoModelForCausalLM.from_config(config, dtype=as_torch_dtype(dtype)).eval()
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,9 +88,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ModelSection(path=args.model, dtype=args.dtype),
         EngineConfig(gpu=GpuConfig(kv_tokens=16384)),
     )
-    backend = CpuBackend(cpu_threads("auto"))
-    theirs = load_transformers(find_checkpoint(args.model), args.dtype)
-    buffer = torch.ones(STREAM_BYTES, dtype=torch.uint8)
+    threads = cpu_threads("auto")
+    pool = kernels.ThreadPool(threads.count, list(threads.cpus))
+    theirs = same_shape_in_transformers(find_model(args.model), args.dtype)
+    buffer = zeroed_huge_pages((STREAM_BYTES,), torch.uint8).fill_(1)
     config = engine.model_config
     weight_bytes = DTYPE_BYTES[args.dtype] * (
         config.num_layers * config.num_layer_parameters + config.vocab_size * config.hidden_size
@@ -96,7 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "model": args.model,
         "dtype": args.dtype,
-        "threads": len(os.sched_getaffinity(0)),
+        "threads": threads.count,
         "weight_bytes": weight_bytes,
         "batches": {},
     }
@@ -105,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         prompts = [[100 + 7 * i + j for j in range(args.input_len)] for i in range(batch)]
         ours, their = [], []
         for _ in range(args.rounds):
-            reads.append(max(read_rate(backend, buffer) for _ in range(3)))
+            reads.append(max(read_rate(pool, buffer) for _ in range(3)))
             ours.append(our_rate(engine, prompts, args.output_len))
             their.append(their_rate(theirs, prompts, args.output_len))
         iterations_per_s = statistics.median(ours)
@@ -118,7 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
     result["read_gb_per_s"] = statistics.median(reads)
     engine.close()
-    backend.close()
+    pool.close()
     return result
 
 

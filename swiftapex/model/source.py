@@ -187,7 +187,7 @@ def open_model(settings: ModelSettings, seed: int = 0) -> ModelSource:
         named_architecture(settings.architecture, settings.num_layers)
         return ArchitectureSource(settings.architecture, settings, seed)
     assert settings.path is not None
-    path = _find(settings.path)
+    path = find_model(settings.path)
     if path.is_dir():
         return FolderSource(path, settings, seed)
     if path.suffix == ".gguf":
@@ -195,7 +195,7 @@ def open_model(settings: ModelSettings, seed: int = 0) -> ModelSource:
     raise ModelLoadError(f"{path}: expected a checkpoint folder or a .gguf file")
 
 
-def _find(path: str) -> Path:
+def find_model(path: str) -> Path:
     """The file or folder of a `path` setting; `package:NAME` is the .gguf file in that package."""
     if not path.startswith("package:"):
         found = Path(path).expanduser()
