@@ -32,13 +32,21 @@ _EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wa
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
+    """Counts at a moment. Requests: `waiting` own no blocks, `running_gpu` and `running_cpu` own
+    blocks on that side, `parked` are those of the CPU's whose decode is in flight. Since the start:
+    `preemptions` (recomputed), `moves` between the sides, `cpu_decoded_tokens`."""
+
     gpu_blocks_free: int
     gpu_blocks_total: int
     cpu_blocks_free: int
     cpu_blocks_total: int
     waiting: int
-    running: int
+    running_gpu: int
+    running_cpu: int
+    parked: int
     preemptions: int
+    moves: int
+    cpu_decoded_tokens: int
 
 
 class Engine:
@@ -83,11 +91,17 @@ class Engine:
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
         self._empty_steps = 0
+        self._cpu_decoded_tokens = 0
         self._dead: str | None = None
 
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether CPU attention is under way, be it for requests that were aborted since."""
+        return self._state.anything_in_flight
 
     def add_request(
         self,
@@ -149,14 +163,15 @@ class Engine:
             if self._trace is not None:
                 self._trace.begin_iteration(self.num_iterations)
             start = time.perf_counter()
-            preemptions = self._state.num_preemptions
+            preemptions, cpu_tokens = self._state.num_preemptions, self._cpu_decoded_tokens
             plan = self._policy.plan(self._state, self._cost_model)
             planned = time.perf_counter()
             result = self._execute(plan)
             changed = self._apply(plan, result)
             if self._keep_iterations:
                 preemptions = self._state.num_preemptions - preemptions
-                self._record(plan, result, start, planned, preemptions)
+                cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
+                self._record(plan, result, start, planned, preemptions, cpu_tokens)
             if self._trace is not None:
                 waiting = self._queue.num_waiting
                 self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
@@ -196,8 +211,12 @@ class Engine:
                 cpu_blocks_free=self._blocks.num_free(cpu),
                 cpu_blocks_total=self._blocks.num_total(cpu),
                 waiting=self._queue.num_waiting,
-                running=self._queue.num_running,
+                running_gpu=self._state.running_on(gpu),
+                running_cpu=self._state.running_on(cpu),
+                parked=self._state.num_in_flight,
                 preemptions=self._state.num_preemptions,
+                moves=self._state.num_moves,
+                cpu_decoded_tokens=self._cpu_decoded_tokens,
             )
 
     def close(self) -> None:
@@ -237,6 +256,7 @@ class Engine:
             request = self._live[request_id]
             if request_id not in prefilled:  # a decode: the token before this one is computed now
                 request.num_computed += 1
+                self._cpu_decoded_tokens += request.placement is Placement.CPU
             request.output_ids.append(token_id)
             request.token_times_s.append(now)
         changed = [self._live[r] for r in (*result.tokens, *result.failures)]
@@ -271,12 +291,17 @@ class Engine:
             stream.end()
 
     def _record(
-        self, plan: StepPlan, result: StepResult, start: float, planned: float, preemptions: int
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        start: float,
+        planned: float,
+        preemptions: int,
+        cpu_tokens: int,
     ) -> None:
         end = time.perf_counter()
         rows = [row for sub_batch in plan.sub_batches for row in sub_batch.rows]
-        decodes = [row for row in rows if row.is_decode]
-        cpu_decodes = sum(row.placement is Placement.CPU for row in decodes)
+        gpu_decodes = [r for r in rows if r.is_decode and r.placement is Placement.GPU]
         self.iterations.append(
             IterationRecord(
                 index=self.num_iterations,
@@ -285,11 +310,13 @@ class Engine:
                 schedule_us=(planned - start) * 1e6,
                 pipeline=plan.pipeline,
                 prefill_tokens=sum(row.num_tokens for row in rows if not row.is_decode),
-                gpu_decodes=len(decodes) - cpu_decodes,
-                cpu_decodes=cpu_decodes,
+                gpu_decodes=len(gpu_decodes),
+                cpu_decodes=cpu_tokens,
                 completed_tokens=len(result.tokens),
                 waiting=self._queue.num_waiting,
                 running=self._queue.num_running,
+                parked=self._state.num_in_flight,
+                moves=len(plan.moves),
                 gpu_blocks_free=self._blocks.num_free(Placement.GPU),
                 cpu_blocks_free=self._blocks.num_free(Placement.CPU),
                 preemptions=preemptions,
@@ -299,7 +326,7 @@ class Engine:
 
     def _watch(self, plan: StepPlan) -> None:
         """Raises EngineError after many iterations in a row that computed nothing."""
-        idle = plan.is_empty and not self._state.num_in_flight
+        idle = plan.is_empty and not self.in_flight
         self._empty_steps = self._empty_steps + 1 if idle and self._live else 0
         if self._empty_steps >= _EMPTY_STEPS:
             heads = [
