@@ -15,7 +15,7 @@ namespace {
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as Python's time.perf_counter
 using std::chrono::microseconds;
 
-constexpr int kWaiterSpinUs = 20;  // about what falling asleep and being woken costs
+constexpr int kWaiterSpinUs = 50;  // about what falling asleep and being woken costs
 
 int64_t now_ns() { return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count(); }
 
