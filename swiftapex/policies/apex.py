@@ -74,12 +74,13 @@ class Apex(Policy):
         add_prefill(state, first, gpu_first(state, full_for_overlap(state, cost_model, wanted)))
 
         waiting = cpu_decodes(state)
-        split = split_for(state, cost_model, first, second, waiting, forced=0)
+        overdue = len(state.overdue(waiting))
+        split = split_for(state, cost_model, first, second, waiting, forced=overdue)
         strategy = select_strategy(
             num_gpu=num_gpu,
             num_cpu=num_cpu,
             gpu_rows=len(first.rows),
-            overdue=len(state.overdue(waiting)),
+            overdue=overdue,
             min_ratio=self.min_cpu_gpu_ratio,
             scheduled=split.count,
             asymmetric_wins=split_wins(state, cost_model, first, split),
