@@ -21,15 +21,18 @@ void check(const ThreadPool& pool, const DecodePlan& plan, const DecodeAttention
     require(args.head_dim > 0 && args.head_dim % 8 == 0, "head_dim must be a multiple of 8");
     require(args.block_size % 16 == 0 && args.block_size <= kMaxBlockSize,
             "block_size must be a multiple of 16, at most 128");
+    require(args.scale > 0, "the scale must be positive");
     require(plan.rows() < 2 || args.block_table_stride >= plan.max_blocks(),
             "the block table is narrower than a context");
 }
 
-// q and values of all heads, two vectors of state per head (at most 16 lanes), a tile's scores.
+// Of all heads: queries, values and two vectors of state (at most 16 lanes); a
+// tile's scores.
 size_t scratch_bytes(const DecodeAttentionArgs& args) {
     const size_t heads = size_t(args.q_heads);
-    return sizeof(float) * (2 * heads * size_t(padded_head_dim(args.head_dim)) + 2 * heads * 16 +
-                            kMaxBlockSize * 8);
+    const size_t rows = heads * (kMaxQueryRows + 1);
+    return sizeof(float) *
+           (rows * size_t(padded_head_dim(args.head_dim)) + heads * 2 * 16 + kMaxBlockSize * 8);
 }
 
 }  // namespace

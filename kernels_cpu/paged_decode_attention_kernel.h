@@ -1,147 +1,31 @@
-// Paged decode attention: a thread's pieces, and the merge of split rows. Included by
-// every isa/<name>.cpp.
+// Paged decode attention: a thread's pieces, and the merge of split rows.
+// Included by every isa/<name>.cpp.
 //
-// A piece walks its blocks in the outer loop and the kv heads inside, so that it reads memory in
-// the order in which it lies there: [block][kv_head][K|V][token][head_dim].
+// A piece walks its blocks in the outer loop and the kv heads inside, so that
+// it reads memory in the order in which it lies there:
+// [block][kv_head][K|V][token][head_dim].
 #pragma once
 
-#include "kernels_cpu/paged_decode_attention_tile.h"
-#include "kernels_cpu/paged_decode_attention_types.h"
+#include "kernels_cpu/paged_decode_attention_heads.h"
 
 namespace swiftapex::SWIFTAPEX_ISA {
 
 // A thread's working memory for one piece, in float32; H: q heads of the piece.
 struct DecodeScratch {
-    float* q;       // [H, padded head_dim], scaled to logits in base 2, in T's pair order
-    float* values;  // [H, padded head_dim], unnormalised
-    float* maxima;  // [H * kWidth]: a tile's lanes begin at its first head
-    float* sums;    // [H * kWidth]
-    float* scores;  // [kMaxBlockSize * 8]
+    float* queries;  // [H, kMaxQueryRows, padded head_dim], as Scores<T> wants them
+    float* values;   // [H, padded head_dim], unnormalised, in T's pair order
+    float* maxima;   // [H, kWidth]: a tile's lanes begin at its first head
+    float* sums;     // [H, kWidth]
+    float* scores;   // [kMaxBlockSize * 8], of one tile and block
 };
 
 inline DecodeScratch decode_scratch(const DecodeAttentionArgs& args, void* memory) {
-    const int64_t rows = int64_t(args.q_heads) * padded_head_dim(args.head_dim);
+    const int64_t row = int64_t(args.q_heads) * padded_head_dim(args.head_dim);
     const int64_t lanes = int64_t(args.q_heads) * kWidth;
-    float* p = static_cast<float*>(memory);
-    return {p, p + rows, p + 2 * rows, p + 2 * rows + lanes, p + 2 * rows + 2 * lanes};
-}
-
-// The heads of a group are cut into tiles as even as possible: with 4 at most, 6 = 3 + 3.
-constexpr int kMaxTileHeads = kWidth == 16 ? 8 : 4;
-
-struct HeadTiles {
-    int group;
-    int count() const { return (group + kMaxTileHeads - 1) / kMaxTileHeads; }
-    int begin(int tile) const { return group * tile / count(); }
-    int heads(int tile) const { return begin(tile + 1) - begin(tile); }
-};
-
-// Calls body.template run<heads>() with the number of heads as a constant.
-template <class Body>
-inline void with_tile_heads(int heads, const Body& body) {
-    switch (heads) {
-        case 1:
-            return body.template run<1>();
-        case 2:
-            return body.template run<2>();
-        case 3:
-            return body.template run<3>();
-        case 4:
-            return body.template run<4>();
-    }
-    if constexpr (kMaxTileHeads == 8) {
-        switch (heads) {
-            case 5:
-                return body.template run<5>();
-            case 6:
-                return body.template run<6>();
-            case 7:
-                return body.template run<7>();
-            case 8:
-                return body.template run<8>();
-        }
-    }
-}
-
-// Attention of query heads [first, first + Heads) of a group to one block, and their state.
-template <class T>
-struct TileRunner {
-    const T* k;  // planes [block_size, head_dim]
-    const T* v;
-    const T* next;  // the planes that are read after these, or null: this tile fetches a part
-    int head_dim, padded, tokens;
-    int tile, num_tiles;
-    float *q, *values, *maxima, *sums, *scores;  // of the tile's first query head
-
-    Prefetch next_plane(int64_t offset, int steps) const {
-        if (next == nullptr) return Prefetch::over(nullptr, 0, 0);
-        const int64_t size = int64_t(tokens) * head_dim;
-        const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
-        return Prefetch::over(next + offset + begin, (end - begin) * int64_t(sizeof(T)), steps);
-    }
-
-    template <int Heads>
-    void run() const {
-        alignas(64) float rescale[TileShape<Heads>::kLanes];
-        score_tokens<Heads>(k, head_dim, tokens, q, padded,
-                            next_plane(0, score_steps<Heads>(head_dim, tokens)), scores);
-        softmax_tokens<Heads>(scores, tokens, maxima, sums, rescale);
-        add_values<Heads>(v, head_dim, tokens, scores, rescale,
-                          next_plane(v - k, value_steps<Heads>(head_dim, tokens)), values, padded);
-    }
-};
-
-// Where a tile keeps the maximum and the sum of one of its heads.
-struct HeadState {
-    const float* maxima;  // of the tile
-    const float* sums;
-    int head;
-    float& maximum;
-    float& sum;
-
-    template <int Heads>
-    void run() const {
-        constexpr int kTokens = TileShape<Heads>::kTokens;
-        maximum = maxima[head * kTokens];
-        sum = 0.0f;
-        for (int t = 0; t < kTokens; ++t) sum += sums[head * kTokens + t];
-    }
-};
-
-// Rows of one head between a tensor and float32 in T's pair order; A: the tensor's dtype.
-template <class T, class A>
-inline void read_head(const A* x, int head_dim, float scale, float* y) {
-    const F32 factor = set1(scale);
-    for (int d = 0; d < head_dim; d += kPair) {
-        const int n = head_dim - d < kPair ? head_dim - d : kPair;
-        F32 a = load_partial(x + d, n < kWidth ? n : kWidth);
-        F32 b = n > kWidth ? load_partial(x + d + kWidth, n - kWidth) : zero();
-        a = mul(a, factor);
-        b = mul(b, factor);
-        split_pair<T>(a, b);
-        store(y + d, a);
-        store(y + d + kWidth, b);
-    }
-}
-
-template <class T, class A>
-inline void write_head(const float* x, int head_dim, float scale, A* y) {
-    const F32 factor = set1(scale);
-    for (int d = 0; d < head_dim; d += kPair) {
-        const int n = head_dim - d < kPair ? head_dim - d : kPair;
-        F32 a = mul(load(x + d), factor), b = mul(load(x + d + kWidth), factor);
-        join_pair<T>(a, b);
-        store_partial(y + d, n < kWidth ? n : kWidth, a);
-        if (n > kWidth) store_partial(y + d + kWidth, n - kWidth, b);
-    }
-}
-
-template <class T, class A>
-inline void convert_head(const A* x, int head_dim, T* y) {
-    for (int d = 0; d < head_dim; d += kWidth) {
-        const int n = head_dim - d < kWidth ? head_dim - d : kWidth;
-        store_partial(y + d, n, load_partial(x + d, n));
-    }
+    float* queries = static_cast<float*>(memory);
+    float* values = queries + row * kMaxQueryRows;
+    float* maxima = values + row;
+    return {queries, values, maxima, maxima + lanes, maxima + 2 * lanes};
 }
 
 // T: dtype of KV, A: of q, k, v and out.
@@ -153,6 +37,7 @@ struct DecodePieceRunner {
 
     int group() const { return args.q_heads / args.kv_heads; }
     int padded() const { return padded_head_dim(args.head_dim); }
+    float base2_scale() const { return args.scale * 1.44269504088896341f; }  // log2(e)
 
     // The K plane of a block and kv head; its V plane follows.
     T* plane(const DecodePiece& piece, int block, int head) const {
@@ -161,23 +46,28 @@ struct DecodePieceRunner {
         return static_cast<T*>(args.kv) + (id * args.kv_heads + head) * 2 * plane_size;
     }
 
+    float* queries(int64_t h) const {
+        return scratch.queries + h * Scores<T>::kQueryRows * padded();
+    }
+
     void begin(const DecodePiece& piece) const {
         const A* q = static_cast<const A*>(args.q) + piece.row * args.q_stride;
-        const int first = piece.head_begin * group();
-        const int heads = (piece.head_end - piece.head_begin) * group();
-        const float scale = args.scale * 1.44269504088896341f;  // log2(e)
-        for (int h = 0; h < heads; ++h) {
-            read_head<T>(q + int64_t(first + h) * args.head_dim, args.head_dim, scale,
-                         scratch.q + int64_t(h) * padded());
-            store(scratch.maxima + h * kWidth, set1(-kInfinity));
-            store(scratch.sums + h * kWidth, zero());
-        }
-        for (int64_t i = 0; i < int64_t(heads) * padded(); i += kWidth) {
-            store(scratch.values + i, zero());
+        const HeadTiles tiles{group()};
+        for (int head = piece.head_begin; head < piece.head_end; ++head) {
+            for (int i = 0; i < tiles.count(); ++i) {
+                const int64_t h = int64_t(head - piece.head_begin) * group() + tiles.begin(i);
+                const int64_t q_head = int64_t(head) * group() + tiles.begin(i);
+                with_tile_heads(
+                    tiles.heads(i),
+                    StartRunner<T, A>{q + q_head * args.head_dim, args.head_dim, base2_scale(),
+                                      queries(h), scratch.values + h * padded(),
+                                      scratch.maxima + h * kWidth, scratch.sums + h * kWidth});
+            }
         }
     }
 
-    // Just before the block is read, when most of its lines are on their way already.
+    // Just before the block is read, when most of its lines are on their way
+    // already.
     void append(const DecodePiece& piece, int head, T* k_plane) const {
         const int64_t position = (piece.token_end - 1) % args.block_size;
         const int64_t source = int64_t(head) * args.head_dim;
@@ -213,20 +103,12 @@ struct DecodePieceRunner {
         const HeadTiles tiles{group()};
         for (int i = 0; i < tiles.count(); ++i) {
             const int64_t h = int64_t(head - piece.head_begin) * group() + tiles.begin(i);
-            const TileRunner<T> runner{k,
-                                       v,
-                                       next,
-                                       args.head_dim,
-                                       padded(),
-                                       tokens,
-                                       i,
-                                       tiles.count(),
-                                       scratch.q + h * padded(),
-                                       scratch.values + h * padded(),
-                                       scratch.maxima + h * kWidth,
-                                       scratch.sums + h * kWidth,
-                                       scratch.scores};
-            with_tile_heads(tiles.heads(i), runner);
+            with_tile_heads(
+                tiles.heads(i),
+                BlockRunner<T, A>{k, v, next, args.head_dim, tokens, base2_scale(), i,
+                                  tiles.count(), queries(h), scratch.values + h * padded(),
+                                  scratch.maxima + h * kWidth, scratch.sums + h * kWidth,
+                                  scratch.scores});
         }
     }
 
@@ -236,8 +118,8 @@ struct DecodePieceRunner {
         int tile = 0;
         while (tiles.begin(tile + 1) <= in_group) ++tile;
         const int64_t first = h - in_group + tiles.begin(tile);
-        const HeadState reader{scratch.maxima + first * kWidth, scratch.sums + first * kWidth,
-                               in_group - tiles.begin(tile), maximum, sum};
+        const StateRunner<T> reader{scratch.maxima + first * kWidth, scratch.sums + first * kWidth,
+                                    in_group - tiles.begin(tile), maximum, sum};
         with_tile_heads(tiles.heads(tile), reader);
     }
 
@@ -275,9 +157,11 @@ struct DecodePieceRunner {
                                : nullptr);
             finish(piece);
         }
+        Scores<T>::end();
     }
 
-    // One query head of a split row: 2^(maximum - highest) weighs each piece's sum and values.
+    // One query head of a split row: 2^(maximum - highest) weighs each piece's
+    // sum and values.
     void merge_head(const DecodeMerge& merge, int h) const {
         const int64_t step = int64_t(merge.head_end - merge.head_begin) * group();
         const int64_t first = merge.slot * group() + h;
@@ -305,7 +189,8 @@ struct DecodePieceRunner {
             static_cast<A*>(args.out) + merge.row * args.out_stride + q_head * args.head_dim);
     }
 
-    // The kv heads of all merges lie on one line, of which each thread takes an equal length.
+    // The kv heads of all merges lie on one line, of which each thread takes an
+    // equal length.
     void merge(int thread, int num_threads) const {
         int64_t begin = plan.num_merge_heads * thread / num_threads;
         int64_t end = plan.num_merge_heads * (thread + 1) / num_threads;

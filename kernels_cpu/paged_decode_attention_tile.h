@@ -1,8 +1,8 @@
 // The inner loops of paged decode attention. Included by every isa/<name>.cpp.
 //
-// A tile is one K plane and one V plane [tokens, head_dim] with `Heads` query heads of the group
-// that shares them, so K and V are read from memory and converted once for these heads. Scores
-// lie as [tokens / kTokens][head][kTokens]: a vector holds kTokens tokens of several heads.
+// A tile is one K plane and one V plane [tokens, head_dim] with `Heads` query
+// heads of the group that shares them, so K and V are read from memory and
+// converted once for these heads.
 #pragma once
 
 #include SWIFTAPEX_SIMD
@@ -12,32 +12,39 @@ namespace swiftapex::SWIFTAPEX_ISA {
 constexpr int kPair = 2 * kWidth;
 constexpr float kInfinity = __builtin_inff();
 
-template <int Heads>
+// How the scores of a tile lie in memory: in vectors of kTokens tokens times
+// kPadded heads.
+template <int Heads, bool HeadsInside>
 struct TileShape {
-    // With four lanes a vector is one head's; wider ones are shared, padded to a power of two.
+    static constexpr int kHeads = Heads;
+    // With four lanes a vector is one head's; wider ones are shared, padded to a
+    // power of two.
     static constexpr int kPadded = kWidth == 4 || Heads <= 2 ? Heads : Heads <= 4 ? 4 : 8;
     static constexpr int kTokens = kWidth == 4 ? 4 : kWidth / kPadded;
     static constexpr int kVectors = kPadded * kTokens / kWidth;
     static constexpr int kLanes = kVectors * kWidth;
-    // Vector pairs of the output that stay in registers while V is read, for all heads.
+    static constexpr int kHeadStride = HeadsInside ? 1 : kTokens;
+    static constexpr int kTokenStride = HeadsInside ? kPadded : 1;
+    // Vector pairs of the output that stay in registers while V is read, for all
+    // heads.
     static constexpr int kPairs = kRegisters == 32 ? (Heads <= 2   ? 4
                                                       : Heads <= 4 ? 2
                                                                    : 1)
                                                    : (Heads == 1   ? 4
                                                       : Heads == 2 ? 2
                                                                    : 1);
+
+    // Position of the score of head 0 and a token; that of head h is h *
+    // kHeadStride further.
+    static int index(int token) {
+        return token / kTokens * kLanes + token % kTokens * kTokenStride;
+    }
 };
 
-// Position of the score of head 0 and a token; that of head h lies h * kTokens further.
-template <int Heads>
-inline int score_index(int token) {
-    using Shape = TileShape<Heads>;
-    return token / Shape::kTokens * Shape::kLanes + token % Shape::kTokens;
-}
-
-// Fetches [next, end) line by line, a few at every step of a loop, in ascending order: that is
-// what the hardware's own prefetchers follow. Into the second-level cache, because the first has
-// too few line buffers to keep memory busy while the arithmetic waits for its data.
+// Fetches [next, end) line by line, a few at every step of a loop, in ascending
+// order: that is what the hardware's own prefetchers follow. Into the
+// second-level cache, because the first has too few line buffers to keep memory
+// busy while the arithmetic waits for its data.
 struct Prefetch {
     const char* next;
     const char* end;
@@ -56,10 +63,10 @@ struct Prefetch {
 };
 
 // acc[h][t] += q[h] * k[t] for one vector pair.
-template <int Heads, bool Partial, class T>
+template <class Shape, bool Partial, class T>
 [[gnu::always_inline]] inline void score_pair(const T* k, int64_t head_dim, int n, const float* q,
-                                              int q_stride, F32 (&acc)[TileShape<Heads>::kLanes]) {
-    constexpr int kTokens = TileShape<Heads>::kTokens;
+                                              int q_stride, F32 (&acc)[Shape::kLanes]) {
+    constexpr int kTokens = Shape::kTokens, kHeads = Shape::kHeads;
     F32 k0[kTokens], k1[kTokens];
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
@@ -68,18 +75,18 @@ template <int Heads, bool Partial, class T>
         } else {
             load_pair(k + t * head_dim, k0[t], k1[t]);
         }
-        if constexpr (Heads <= 2) {  // q stays in registers, K passes
+        if constexpr (kHeads <= 2) {  // q stays in registers, K passes
 #pragma GCC unroll 2
-            for (int h = 0; h < Heads; ++h) {
+            for (int h = 0; h < kHeads; ++h) {
                 F32& sum = acc[h * kTokens + t];
                 sum = fma(k0[t], load(q + h * q_stride), sum);
                 sum = fma(k1[t], load(q + h * q_stride + kWidth), sum);
             }
         }
     }
-    if constexpr (Heads > 2) {  // K stays in registers, q passes
+    if constexpr (kHeads > 2) {  // K stays in registers, q passes
 #pragma GCC unroll 8
-        for (int h = 0; h < Heads; ++h) {
+        for (int h = 0; h < kHeads; ++h) {
             const F32 q0 = load(q + h * q_stride), q1 = load(q + h * q_stride + kWidth);
 #pragma GCC unroll 16
             for (int t = 0; t < kTokens; ++t) {
@@ -91,25 +98,24 @@ template <int Heads, bool Partial, class T>
     }
 }
 
-// scores = q * k for `tokens` tokens, rounded up to whole vectors: the surplus reads rows of the
-// block that hold no tokens yet, and what it writes means nothing.
-// Steps of an `ahead` that score_tokens and add_values make.
-template <int Heads>
+// scores = q * k for `tokens` tokens, rounded up to whole vectors: the surplus
+// reads rows of the block that hold no tokens yet, and what it writes means
+// nothing. Steps of an `ahead` that score_tokens and add_values make.
+template <class Shape>
 inline int score_steps(int head_dim, int tokens) {
-    constexpr int kTokens = TileShape<Heads>::kTokens;
+    constexpr int kTokens = Shape::kTokens;
     return (tokens + kTokens - 1) / kTokens * (head_dim / kPair);
 }
-template <int Heads>
+template <class Shape>
 inline int value_steps(int head_dim, int tokens) {
-    constexpr int kPairs = TileShape<Heads>::kPairs;
+    constexpr int kPairs = Shape::kPairs;
     const int pairs = (head_dim + kPair - 1) / kPair;
     return tokens * (pairs / kPairs + pairs % kPairs);
 }
 
-template <int Heads, class T>
+template <class Shape, class T>
 inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, int q_stride,
                          Prefetch ahead, float* scores) {
-    using Shape = TileShape<Heads>;
     const int whole = head_dim / kPair * kPair;
     for (int token = 0; token < tokens; token += Shape::kTokens) {
         const T* rows = k + int64_t(token) * head_dim;
@@ -118,10 +124,10 @@ inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, i
         for (int i = 0; i < Shape::kLanes; ++i) acc[i] = zero();
         for (int d = 0; d < whole; d += kPair) {
             ahead.step();
-            score_pair<Heads, false>(rows + d, head_dim, 0, q + d, q_stride, acc);
+            score_pair<Shape, false>(rows + d, head_dim, 0, q + d, q_stride, acc);
         }
         if (whole < head_dim) {
-            score_pair<Heads, true>(rows + whole, head_dim, head_dim - whole, q + whole, q_stride,
+            score_pair<Shape, true>(rows + whole, head_dim, head_dim - whole, q + whole, q_stride,
                                     acc);
         }
 #pragma GCC unroll 4
@@ -135,26 +141,29 @@ inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, i
     }
 }
 
-// Maximum over each run of kTokens lanes, in all of them.
-template <int Tokens>
+// Maximum over the tokens of a vector, in all lanes of the same head.
+template <class Shape>
 inline F32 max_over_tokens(F32 x) {
-    if constexpr (Tokens > 8) x = max(x, swap_lanes<8>(x));
-    if constexpr (Tokens > 4) x = max(x, swap_lanes<4>(x));
-    if constexpr (Tokens > 2) x = max(x, swap_lanes<2>(x));
-    if constexpr (Tokens > 1) x = max(x, swap_lanes<1>(x));
+    constexpr int kStride = Shape::kTokenStride, kEnd = Shape::kTokens * kStride;
+    if constexpr (kStride <= 8 && 8 < kEnd) x = max(x, swap_lanes<8>(x));
+    if constexpr (kStride <= 4 && 4 < kEnd) x = max(x, swap_lanes<4>(x));
+    if constexpr (kStride <= 2 && 2 < kEnd) x = max(x, swap_lanes<2>(x));
+    if constexpr (kStride <= 1 && 1 < kEnd) x = max(x, swap_lanes<1>(x));
     return x;
 }
 
-// Turns scores into 2^(score - maximum) with the running maximum. `maximum` and `sum` are the
-// state of the heads, one vector of lanes each: the maximum is the same in a head's lanes, the
-// sum is spread over them. `rescale` gets what earlier sums and values must be multiplied by.
-template <int Heads>
-inline void softmax_tokens(float* scores, int tokens, float* maximum, float* sum, float* rescale) {
-    using Shape = TileShape<Heads>;
+// Turns scores into 2^(score * scale - maximum) with the running maximum.
+// `maximum` and `sum` are the state of the heads, one vector of lanes each: the
+// maximum is the same in a head's lanes, the sum is spread over them. `rescale`
+// gets what earlier sums and values must be multiplied by.
+template <class Shape>
+inline void softmax_tokens(float* scores, int tokens, float scale, float* maximum, float* sum,
+                           float* rescale) {
+    const F32 factor = set1(scale);
     const int vectors_end = (tokens + Shape::kTokens - 1) / Shape::kTokens * Shape::kLanes;
     for (int t = tokens; t % Shape::kTokens != 0; ++t) {
         for (int h = 0; h < Shape::kPadded; ++h) {
-            scores[score_index<Heads>(t) + h * Shape::kTokens] = -kInfinity;
+            scores[Shape::index(t) + h * Shape::kHeadStride] = -kInfinity;
         }
     }
     for (int v = 0; v < Shape::kLanes; v += kWidth) {
@@ -163,30 +172,32 @@ inline void softmax_tokens(float* scores, int tokens, float* maximum, float* sum
             highest = max(highest, load(scores + i));
         }
         const F32 before = load(maximum + v);
-        const F32 now = max(before, max_over_tokens<Shape::kTokens>(highest));
-        const F32 factor = exp2(sub(before, now));
-        F32 total = mul(load(sum + v), factor);
+        const F32 now = max(before, mul(max_over_tokens<Shape>(highest), factor));
+        const F32 correction = exp2(sub(before, now));
+        const F32 negated = sub(zero(), now);
+        F32 total = mul(load(sum + v), correction);
         for (int i = v; i < vectors_end; i += Shape::kLanes) {
-            const F32 weight = exp2(sub(load(scores + i), now));
+            const F32 weight = exp2(fma(load(scores + i), factor, negated));
             store(scores + i, weight);
             total = add(total, weight);
         }
         store(maximum + v, now);
         store(sum + v, total);
-        store(rescale + v, factor);
+        store(rescale + v, correction);
     }
 }
 
-// values[h] = values[h] * rescale[h] + sum over tokens of weight[h][t] * v[t], for `Pairs` vector
-// pairs of the head dimension. `v` and `values` point at the first of them.
-template <int Heads, int Pairs, bool Partial, class T>
+// values[h] = values[h] * rescale[h] + sum over tokens of weight[h][t] * v[t],
+// for `Pairs` vector pairs of the head dimension. `v` and `values` point at the
+// first of them.
+template <class Shape, int Pairs, bool Partial, class T>
 inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const float* weights,
                             const float* rescale, Prefetch& ahead, float* values, int stride) {
-    using Shape = TileShape<Heads>;
-    F32 acc[Heads][2 * Pairs];
+    constexpr int kHeads = Shape::kHeads;
+    F32 acc[kHeads][2 * Pairs];
 #pragma GCC unroll 8
-    for (int h = 0; h < Heads; ++h) {
-        const F32 factor = set1(rescale[h * Shape::kTokens]);
+    for (int h = 0; h < kHeads; ++h) {
+        const F32 factor = set1(rescale[h * Shape::kHeadStride]);
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * Pairs; ++i) {
             acc[h][i] = mul(load(values + h * stride + i * kWidth), factor);
@@ -194,7 +205,7 @@ inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const f
     }
     for (int t = 0; t < tokens; ++t) {
         const T* row = v + int64_t(t) * head_dim;
-        const float* weight = weights + score_index<Heads>(t);
+        const float* weight = weights + Shape::index(t);
         ahead.step();
         F32 x[2 * Pairs];
 #pragma GCC unroll 4
@@ -206,34 +217,34 @@ inline void add_value_pairs(const T* v, int head_dim, int n, int tokens, const f
             }
         }
 #pragma GCC unroll 8
-        for (int h = 0; h < Heads; ++h) {
-            const F32 w = set1(weight[h * Shape::kTokens]);
+        for (int h = 0; h < kHeads; ++h) {
+            const F32 w = set1(weight[h * Shape::kHeadStride]);
 #pragma GCC unroll 8
             for (int i = 0; i < 2 * Pairs; ++i) acc[h][i] = fma(w, x[i], acc[h][i]);
         }
     }
 #pragma GCC unroll 8
-    for (int h = 0; h < Heads; ++h) {
+    for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * Pairs; ++i) store(values + h * stride + i * kWidth, acc[h][i]);
     }
 }
 
-template <int Heads, class T>
+template <class Shape, class T>
 inline void add_values(const T* v, int head_dim, int tokens, const float* weights,
                        const float* rescale, Prefetch ahead, float* values, int stride) {
-    constexpr int kPairs = TileShape<Heads>::kPairs;
+    constexpr int kPairs = Shape::kPairs;
     int d = 0;
     for (; d + kPairs * kPair <= head_dim; d += kPairs * kPair) {
-        add_value_pairs<Heads, kPairs, false>(v + d, head_dim, 0, tokens, weights, rescale, ahead,
+        add_value_pairs<Shape, kPairs, false>(v + d, head_dim, 0, tokens, weights, rescale, ahead,
                                               values + d, stride);
     }
     for (; d + kPair <= head_dim; d += kPair) {
-        add_value_pairs<Heads, 1, false>(v + d, head_dim, 0, tokens, weights, rescale, ahead,
+        add_value_pairs<Shape, 1, false>(v + d, head_dim, 0, tokens, weights, rescale, ahead,
                                          values + d, stride);
     }
     if (d < head_dim) {
-        add_value_pairs<Heads, 1, true>(v + d, head_dim, head_dim - d, tokens, weights, rescale,
+        add_value_pairs<Shape, 1, true>(v + d, head_dim, head_dim - d, tokens, weights, rescale,
                                         ahead, values + d, stride);
     }
 }

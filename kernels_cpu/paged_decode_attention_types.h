@@ -1,5 +1,6 @@
-// Attention of decode rows over paged KV: what a call and a plan consist of. Included by code of
-// every instruction set: types only, nothing here may become machine code.
+// Attention of decode rows over paged KV: what a call and a plan consist of.
+// Included by code of every instruction set: types only, nothing here may
+// become machine code.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +9,10 @@
 
 namespace swiftapex {
 
-// One layer's call. Row r has one new token: its k and v are appended to the row's blocks, then
-// its q attends to the row's whole context, the new token included. Strides count elements and
-// lie between rows; the heads of a row are contiguous.
+// One layer's call. Row r has one new token: its k and v are appended to the
+// row's blocks, then its q attends to the row's whole context, the new token
+// included. Strides count elements and lie between rows; the heads of a row are
+// contiguous.
 struct DecodeAttentionArgs {
     const void* q;  // [rows, q_heads, head_dim]
     const void* k;  // [rows, kv_heads, head_dim]
@@ -25,14 +27,16 @@ struct DecodeAttentionArgs {
     DType kv_dtype;
 };
 
-// A share of one row: a range of its kv heads over a range of its tokens. A thread walks its
-// pieces in order.
+// A share of one row: a range of its kv heads over a range of its tokens. A
+// thread walks its pieces in order.
 struct DecodePiece {
     int32_t row;
-    int32_t head_begin, head_end;    // kv heads
-    int32_t token_begin, token_end;  // token_begin lies on a block's edge; equal: an empty row
-    bool appends;                    // the row's new token is the last of this piece
-    int64_t slot;  // of its unnormalised result, counted in kv heads; -1: it is the whole result
+    int32_t head_begin, head_end;  // kv heads
+    int32_t token_begin,
+        token_end;  // token_begin lies on a block's edge; equal: an empty row
+    bool appends;   // the row's new token is the last of this piece
+    int64_t slot;   // of its unnormalised result, counted in kv heads; -1: it is
+                    // the whole result
 };
 
 // Pieces of the same row and heads whose results become one.
@@ -40,7 +44,8 @@ struct DecodeMerge {
     int32_t row;
     int32_t head_begin, head_end;
     int32_t num_pieces;
-    int64_t slot;  // of the first piece; the next one's is head_end - head_begin further
+    int64_t slot;  // of the first piece; the next one's is head_end - head_begin
+                   // further
 };
 
 struct DecodePlanView {
@@ -50,14 +55,17 @@ struct DecodePlanView {
     int32_t num_merges;
     int64_t num_merge_heads;  // sum of their kv heads
     // Unnormalised results, one row per q head: slot * group + g.
-    float* values;  // [.., padded_head_dim(head_dim)], in the order of the KV dtype's vector pairs
+    float* values;  // [.., padded_head_dim(head_dim)], in the order of the KV
+                    // dtype's vector pairs
     float* maxima;  // of the logits in base 2
     float* sums;    // of 2^(logit - maximum)
 };
 
-// Rows of float32 in scratch memory are padded to whole vector pairs of every instruction set.
+// Rows of float32 in scratch memory are padded to whole vector pairs of every
+// instruction set.
 constexpr int32_t padded_head_dim(int32_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
 constexpr int32_t kMaxBlockSize = 128;
+constexpr int32_t kMaxQueryRows = 4;  // of float32 that a query head may occupy in scratch memory
 
 }  // namespace swiftapex

@@ -278,8 +278,11 @@ def test_refuses_what_it_cannot_do() -> None:
         attend(pool(2), plan, q[..., :60], k, v, out, case.kv, case.table, 1.0)
     with pytest.raises(ValueError, match="narrower"):
         attend(pool(2), plan, q, k, v, out, case.kv, case.table[:, :1].contiguous(), 1.0)
+    with pytest.raises(ValueError, match="scale"):
+        attend(pool(2), plan, q, k, v, out, case.kv, case.table, 0.0)
+    lens = torch.tensor([-1], dtype=torch.int32)
     with pytest.raises(ValueError, match="negative"):
-        kernels.DecodePlan(torch.tensor([-1], dtype=torch.int32).data_ptr(), 1, 2, 32, 2)
+        kernels.DecodePlan(lens.data_ptr(), 1, 2, 32, 2)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

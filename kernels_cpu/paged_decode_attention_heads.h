@@ -1,0 +1,204 @@
+// Paged decode attention, one level above the inner loops: rows of heads in and
+// out of float32, a group's query heads cut into tiles, and what a tile does
+// with one block. Included by every isa/<name>.cpp.
+#pragma once
+
+#include "kernels_cpu/paged_decode_attention_tile.h"
+#include "kernels_cpu/paged_decode_attention_types.h"
+
+namespace swiftapex::SWIFTAPEX_ISA {
+
+// Rows of one head between a tensor and float32 in T's pair order; A: the
+// tensor's dtype.
+template <class T, class A>
+inline void read_head(const A* x, int head_dim, float scale, float* y) {
+    const F32 factor = set1(scale);
+    for (int d = 0; d < head_dim; d += kPair) {
+        const int n = head_dim - d < kPair ? head_dim - d : kPair;
+        F32 a = load_partial(x + d, n < kWidth ? n : kWidth);
+        F32 b = n > kWidth ? load_partial(x + d + kWidth, n - kWidth) : zero();
+        a = mul(a, factor);
+        b = mul(b, factor);
+        split_pair<T>(a, b);
+        store(y + d, a);
+        store(y + d + kWidth, b);
+    }
+}
+
+template <class T, class A>
+inline void write_head(const float* x, int head_dim, float scale, A* y) {
+    const F32 factor = set1(scale);
+    for (int d = 0; d < head_dim; d += kPair) {
+        const int n = head_dim - d < kPair ? head_dim - d : kPair;
+        F32 a = mul(load(x + d), factor), b = mul(load(x + d + kWidth), factor);
+        join_pair<T>(a, b);
+        store_partial(y + d, n < kWidth ? n : kWidth, a);
+        if (n > kWidth) store_partial(y + d + kWidth, n - kWidth, b);
+    }
+}
+
+template <class T, class A>
+inline void convert_head(const A* x, int head_dim, T* y) {
+    for (int d = 0; d < head_dim; d += kWidth) {
+        const int n = head_dim - d < kWidth ? head_dim - d : kWidth;
+        store_partial(y + d, n, load_partial(x + d, n));
+    }
+}
+
+// The heads of a group are cut into tiles as even as possible: with 4 at most,
+// 6 = 3 + 3.
+constexpr int kMaxTileHeads = kWidth == 16 ? 8 : 4;
+
+struct HeadTiles {
+    int group;
+    int count() const { return (group + kMaxTileHeads - 1) / kMaxTileHeads; }
+    int begin(int tile) const { return group * tile / count(); }
+    int heads(int tile) const { return begin(tile + 1) - begin(tile); }
+};
+
+// Calls body.template run<heads>() with the number of heads as a constant.
+template <class Body>
+inline void with_tile_heads(int heads, const Body& body) {
+    switch (heads) {
+        case 1:
+            return body.template run<1>();
+        case 2:
+            return body.template run<2>();
+        case 3:
+            return body.template run<3>();
+        case 4:
+            return body.template run<4>();
+    }
+    if constexpr (kMaxTileHeads == 8) {
+        switch (heads) {
+            case 5:
+                return body.template run<5>();
+            case 6:
+                return body.template run<6>();
+            case 7:
+                return body.template run<7>();
+            case 8:
+                return body.template run<8>();
+        }
+    }
+}
+
+// Logits with fused multiply-adds of float32. Query rows are scaled to base 2 beforehand.
+template <class T>
+struct FmaScores {
+    template <int Heads>
+    using Shape = TileShape<Heads, false>;
+    static constexpr int kQueryRows = 1;  // of float32 per query head
+
+    template <int Heads>
+    static float remaining_scale(float) {
+        return 1.0f;
+    }
+
+    template <int Heads, class A>
+    static void read_queries(const A* q, int head_dim, float scale, float* rows) {
+        for (int h = 0; h < Heads; ++h) {
+            read_head<T>(q + h * head_dim, head_dim, scale, rows + h * padded_head_dim(head_dim));
+        }
+    }
+
+    static void end() {}  // called once a thread has finished its pieces
+
+    template <int Heads>
+    static int steps(int head_dim, int tokens) {
+        return score_steps<Shape<Heads>>(head_dim, tokens);
+    }
+
+    template <int Heads, class A>
+    static void score(const T* k, int head_dim, int tokens, const float* rows, Prefetch ahead,
+                      float* scores) {
+        score_tokens<Shape<Heads>>(k, head_dim, tokens, rows, padded_head_dim(head_dim), ahead,
+                                   scores);
+    }
+};
+
+// How the logits of a KV dtype are computed; an instruction set may specialise it.
+template <class T>
+struct Scores : FmaScores<T> {};
+
+#ifdef __AMX_BF16__
+}  // namespace swiftapex::SWIFTAPEX_ISA
+#include "kernels_cpu/paged_decode_attention_amx.h"
+namespace swiftapex::SWIFTAPEX_ISA {
+#endif
+
+// Attention of a tile's query heads to one block. T: dtype of KV, A: of the
+// activations.
+template <class T, class A>
+struct BlockRunner {
+    const T* k;  // planes [block_size, head_dim]
+    const T* v;
+    const T* next;  // the planes that are read after these, or null: this tile
+                    // fetches a part
+    int head_dim, tokens;
+    float scale;
+    int tile, num_tiles;
+    float *queries, *values, *maxima, *sums;  // of the tile's first query head
+    float* scores;
+
+    Prefetch next_plane(int64_t offset, int steps) const {
+        if (next == nullptr) return Prefetch::over(nullptr, 0, 0);
+        const int64_t size = int64_t(tokens) * head_dim;
+        const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
+        return Prefetch::over(next + offset + begin, (end - begin) * int64_t(sizeof(T)), steps);
+    }
+
+    template <int Heads>
+    void run() const {
+        using Shape = typename Scores<T>::template Shape<Heads>;
+        alignas(64) float rescale[Shape::kLanes];
+        const Prefetch next_k = next_plane(0, Scores<T>::template steps<Heads>(head_dim, tokens));
+        const Prefetch next_v = next_plane(v - k, value_steps<Shape>(head_dim, tokens));
+        Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, next_k, scores);
+        softmax_tokens<Shape>(scores, tokens, Scores<T>::template remaining_scale<Heads>(scale),
+                              maxima, sums, rescale);
+        add_values<Shape>(v, head_dim, tokens, scores, rescale, next_v, values,
+                          padded_head_dim(head_dim));
+    }
+};
+
+// Prepares a tile's query heads and their state for a new piece.
+template <class T, class A>
+struct StartRunner {
+    const A* q;  // of the tile's first query head, as all that follow
+    int head_dim;
+    float scale;
+    float *queries, *values, *maxima, *sums;
+
+    template <int Heads>
+    void run() const {
+        Scores<T>::template read_queries<Heads>(q, head_dim, scale, queries);
+        for (int i = 0; i < Heads * kWidth; i += kWidth) {
+            store(maxima + i, set1(-kInfinity));
+            store(sums + i, zero());
+        }
+        for (int i = 0; i < Heads * padded_head_dim(head_dim); i += kWidth) {
+            store(values + i, zero());
+        }
+    }
+};
+
+// Reads the maximum and the sum of one of a tile's heads.
+template <class T>
+struct StateRunner {
+    const float *maxima, *sums;  // of the tile
+    int head;
+    float& maximum;
+    float& sum;
+
+    template <int Heads>
+    void run() const {
+        using Shape = typename Scores<T>::template Shape<Heads>;
+        const int first = head * Shape::kHeadStride;
+        maximum = maxima[first];
+        sum = 0.0f;
+        for (int t = 0; t < Shape::kTokens; ++t) sum += sums[first + t * Shape::kTokenStride];
+    }
+};
+
+}  // namespace swiftapex::SWIFTAPEX_ISA
