@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from swiftapex.backends.reference import ReferenceBackend
-from swiftapex.core.ops import AttentionBatch, AttentionShape
+from swiftapex.core.ops import AttentionBatch, AttentionShape, Backend
 
 
 class LateTicket:
@@ -44,10 +43,10 @@ class LateTicket:
 class LateLane:
     """CPU attention that is ready after a random number of questions, out of order."""
 
-    def __init__(self, seed: int, longest: int = 6) -> None:
+    def __init__(self, seed: int, backend: Backend, longest: int = 6) -> None:
         self._random = random.Random(seed)
         self._longest = longest
-        self._backend = ReferenceBackend()
+        self._backend = backend
         self.num_submitted = 0
 
     def submit(

@@ -83,22 +83,27 @@ class TransformersOracle:
                 step = tokens[-1:]
         return tokens, torch.stack(rows)
 
-    def assert_greedy(self, prompt_ids: list[int], tokens: list[int]) -> None:
+    def assert_greedy(self, prompt_ids: list[int], tokens: list[int]) -> list[tuple[int, float]]:
         """Holds greedy `tokens` against the oracle, each after the tokens before it as they are.
         A token may differ from the argmax only where the float64 oracle's two best logits are
-        within TIE_MARGIN of each other and it is one of those."""
+        within TIE_MARGIN of each other and it is one of those: such (index, gap) are returned."""
+        if not tokens:
+            return []
         every = self.logits(list(prompt_ids) + tokens[:-1])[len(prompt_ids) - 1 :]
         wrong = [i for i, t in enumerate(tokens) if int(every[i].argmax()) != t]
         if not wrong:
-            return
+            return []
         exact = self.logits(list(prompt_ids) + tokens[:-1], double=True)[len(prompt_ids) - 1 :]
+        forgiven = []
         for i in wrong:
             best = exact[i].max()
             gap = float(best - exact[i, tokens[i]])
+            forgiven.append((i, gap))
             assert gap < TIE_MARGIN, (
                 f"token {i} is {tokens[i]}, the oracle has {int(exact[i].argmax())}, "
                 f"whose logit is {gap:.2e} above it"
             )
+        return forgiven
 
     def _load(self, dtype: torch.dtype) -> Any:
         from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""The engine over a tiny model: batching, chunking and preemption change no token; nothing leaks."""
+"""The engine over a tiny model: batching, chunking, preemption change no token; nothing leaks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +57,9 @@ def drain(engine: Engine) -> None:
     assert stats.running_gpu == stats.waiting == 0
 
 
-def run_all(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Request]:
+def run_all(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Request]:
     ids = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
     requests = [engine.request(i) for i in ids]
     drain(engine)
@@ -66,7 +69,9 @@ def run_all(engine: Engine, prompts: list[list[int]], params: list[SamplingParam
 def alone(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
     """Each request by itself, unchunked, on the reference backend."""
     engine = make_engine("reference")
-    outputs = [run_all(engine, [p], [s])[0].output_ids for p, s in zip(prompts, params, strict=True)]
+    outputs = [
+        run_all(engine, [p], [s])[0].output_ids for p, s in zip(prompts, params, strict=True)
+    ]
     engine.close()
     return outputs
 
@@ -106,7 +111,9 @@ def test_lengths_around_a_block(block_size: int) -> None:
 def test_abort_in_every_state_returns_all_blocks() -> None:
     engine = make_engine(kv_tokens=160, block_size=4, chunk=16)
     for seed in range(12):
-        ids = [engine.add_request(p, SamplingParams(max_tokens=30)) for p in random_prompts(8, seed)]
+        ids = [
+            engine.add_request(p, SamplingParams(max_tokens=30)) for p in random_prompts(8, seed)
+        ]
         for _ in range(seed):
             engine.step()
         for request_id in ids:
@@ -273,12 +280,11 @@ def test_streams_from_threads_and_asyncio_give_the_tokens_of_generate() -> None:
 
 def test_engines_one_after_another_leave_no_memory_and_no_thread() -> None:
     def resident_bytes() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     def native_threads() -> int:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Threads:"))
 
     sizes, threads = [], []
     for _ in range(4):

@@ -39,10 +39,10 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     if engine.device == "reference":
         from swiftapex.backends.reference import ReferenceBackend, ReferenceCopies, ReferenceLane
 
-        gpu: Backend = ReferenceBackend()
+        reference = ReferenceBackend()
         if not with_cpu_side:
-            return Backends(gpu, None, None)
-        return Backends(gpu, ReferenceLane(gpu), ReferenceCopies())
+            return Backends(reference, None, None)
+        return Backends(reference, ReferenceLane(reference), ReferenceCopies())
     if engine.device == "cpu":
         from swiftapex.backends.cpu import CpuBackend
         from swiftapex.backends.threads import cpu_threads, split_threads

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftapex.core.ops import AttentionBatch, AttentionShape
+from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
 
 class ReferenceOps:
@@ -37,12 +37,30 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return self.linear(self.rms_norm(x, norm, eps), weight, bias)
+
+    def ffn(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        h = self.silu_mul(self.norm_linear(x, norm, eps, gate_up, gate_up_bias))
+        return self.linear(h, down, down_bias, residual=x)
+
 
 class ReferenceBackend:
     """Attention over paged KV that gathers each request's K and V and calls a plain softmax."""
 
     def __init__(self) -> None:
-        self.ops = ReferenceOps()
+        self.ops: Ops = ReferenceOps()
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
@@ -53,9 +71,7 @@ class ReferenceBackend:
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:
-        out = torch.empty(
-            (batch.num_tokens, shape.num_q_heads * shape.head_dim), dtype=qkv.dtype
-        )
+        out = torch.empty((batch.num_tokens, shape.num_q_heads * shape.head_dim), dtype=qkv.dtype)
         lens = (1,) * batch.num_decodes + batch.chunk_lens
         begin = 0
         for request, (n, context) in enumerate(zip(lens, batch.context_lens.tolist(), strict=True)):
@@ -120,9 +136,9 @@ class ReferenceCopies:
 
 
 def split_heads(qkv: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, q_heads + 2 * kv_heads, head_dim] -> q [n, q_heads, head_dim], k and v [n, kv_heads, .]."""
-    q, k, v = qkv.split((shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-    return q, k, v
+    """[n, q_heads + 2 * kv_heads, head_dim] -> q [n, q_heads, .], k [n, kv_heads, .], v likewise."""
+    first_k, first_v = shape.num_q_heads, shape.num_q_heads + shape.num_kv_heads
+    return qkv[:, :first_k], qkv[:, first_k:first_v], qkv[:, first_v:]
 
 
 def append(kv: Tensor, blocks: Tensor, start: int, k: Tensor, v: Tensor) -> None:
@@ -143,7 +159,7 @@ def gather(kv: Tensor, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [n, q_heads, d] at the last n positions of k, v [kv_heads, context, d] -> [n, q_heads, d]."""
+    """q [n, q_heads, d] at the last n positions of k, v [kv_heads, context, d] -> like q."""
     n, context = q.shape[0], k.shape[1]
     group = q.shape[1] // k.shape[0]
     k, v = k.float().repeat_interleave(group, 0), v.float().repeat_interleave(group, 0)

@@ -24,3 +24,11 @@ class IterationRecord:
     cpu_blocks_free: int
     preemptions: int  # in this iteration
     predicted_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BusyTimes:
+    """Seconds since the start in which each side computed; None where that is not measured."""
+
+    gpu_s: float | None  # stages and attention on the GPU side
+    cpu_s: float | None  # attention tasks on the CPU side

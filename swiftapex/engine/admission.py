@@ -43,8 +43,8 @@ def fit_sampling(
     needed = state.blocks.blocks_for(prompt_len + max_tokens - 1)
     if needed > state.most_blocks:
         raise RequestError(
-            f"the request can never fit: {prompt_len} prompt tokens and up to {max_tokens} new ones "
-            f"need {needed} KV blocks of {state.blocks.block_size} tokens, "
+            f"the request can never fit: {prompt_len} prompt tokens and up to {max_tokens} new "
+            f"ones need {needed} KV blocks of {state.blocks.block_size} tokens, "
             f"{state.most_blocks} exist on one side"
         )
     return dataclasses.replace(sampling, max_tokens=max_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
-from swiftapex.core.records import IterationRecord
+from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import FinishReason, Placement, Request, SamplingParams
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.admission import check_prompt, fit_sampling
@@ -23,8 +23,8 @@ from swiftapex.kv.block_manager import BlockManager
 from swiftapex.kv.sizing import kv_sizes
 from swiftapex.model.source import open_model
 from swiftapex.policies import make_policy
-from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.draft import Limits
+from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.state import SchedulerState
 
 _EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
@@ -187,7 +187,7 @@ class Engine:
                 self.step()
 
     def text(self, request: Request) -> str:
-        """Text of a request's output so far, cut in front of a stop string; "" without tokenizer."""
+        """Text of a request's output so far, cut at a stop string; "" without tokenizer."""
         stream = self._streams.get(request.request_id)
         if stream is not None:
             return stream.text
@@ -218,6 +218,10 @@ class Engine:
                 moves=self._state.num_moves,
                 cpu_decoded_tokens=self._cpu_decoded_tokens,
             )
+
+    def busy(self) -> BusyTimes:
+        """Seconds of computing so far on each side."""
+        return self._executor.busy()
 
     def close(self) -> None:
         """Aborts what is open and frees weights, KV and threads. May be called twice."""

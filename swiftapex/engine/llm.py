@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from swiftapex.config.load import parse_section
 from swiftapex.config.schema import EngineConfig, ModelSection
@@ -96,18 +96,17 @@ class LLM:
         prompts: one or several, each text or token ids. sampling: one for all, or one per prompt.
         A prompt that is refused gives an output with finish_reason "error"; the others go on.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        several = _as_prompts(prompts)
         params = sampling or SamplingParams()
         if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+            params = [params] * len(several)
+        if len(params) != len(several):
+            raise ValueError(f"{len(several)} prompts, but {len(params)} sampling parameters")
         outputs: dict[int, RequestOutput] = {}
         requests: dict[int, Request] = {}
-        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, one) in enumerate(zip(several, params, strict=True)):
             try:
-                request_id = self._engine.add_request(prompt, one, chat=chat)  # type: ignore[arg-type]
+                request_id = self._engine.add_request(prompt, one, chat=chat)
                 requests[index] = self._engine.request(request_id)
             except RequestError as error:
                 outputs[index] = _refused(str(error))
@@ -120,7 +119,7 @@ class LLM:
             raise
         for index, request in requests.items():
             outputs[index] = self._output(request)
-        return [outputs[index] for index in range(len(prompts))]
+        return [outputs[index] for index in range(len(several))]
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, chat: bool = False
@@ -131,7 +130,9 @@ class LLM:
         iteration for all. Closing the iterator early aborts the request.
         """
         engine = self._engine
-        request_id = engine.add_request(prompt, sampling or SamplingParams(), chat=chat, stream=True)
+        request_id = engine.add_request(
+            prompt, sampling or SamplingParams(), chat=chat, stream=True
+        )
         request, text, seen = engine.request(request_id), engine.text_stream(request_id), 0
         try:
             while True:
@@ -183,6 +184,12 @@ class LLM:
             _metrics(request),
             request.error,
         )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text, or one list of token ids, is one prompt."""
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [cast(Prompt, prompts)] if one else list(cast(Sequence[Prompt], prompts))
 
 
 def _word(reason: FinishReason | None) -> str | None:

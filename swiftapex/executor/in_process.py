@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swiftapex.config.schema import EngineConfig
 from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.records import BusyTimes
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.kv.sizing import KVSizes
 from swiftapex.model.source import ModelSource
@@ -25,6 +26,9 @@ class InProcessExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)
+
+    def busy(self) -> BusyTimes:
+        return self._worker.busy()
 
     def close(self) -> None:
         self._worker.close()

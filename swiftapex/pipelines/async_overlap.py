@@ -3,8 +3,8 @@
     GPU   | pre 0 | attend 0 | post 0, pre 1 | attend 1 | post 1, pre 2 | ...
     CPU   |        cohort A at layer 0 ................ | cohort B at layer 1 ...
 
-After `pre` of a layer the CPU rows of a cohort hand over Q, K, V and park there with their residual;
-the pass goes on with the GPU rows. When a later pass reaches `post` of that layer and the cohort's
+After `pre` of a layer a cohort's CPU rows hand over Q, K, V and park there with their residual; the
+pass goes on with the GPU rows. When a later pass reaches `post` of that layer and the cohort's
 ticket is ready, it rejoins the unified batch, advances to the next layer and parks again. A cohort
 that is not ready stays parked: the pass never waits for the CPU. So the CPU has a whole pass for
 what would else have to fit into one layer's GPU attention, and no linear layer runs twice.

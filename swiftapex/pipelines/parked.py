@@ -47,7 +47,7 @@ class ParkedCohorts:
         self._parked.append(ParkedCohort(batch, layer, residual, ticket))
 
     def rejoin(self, layer: int) -> Iterator[tuple[ParkedCohort, Tensor]]:
-        """The cohorts parked at `layer` whose result is there, with it: O [rows, q_heads * head_dim].
+        """The cohorts parked at `layer` whose result is there, and O [rows, q_heads * head_dim].
         Never blocks on a ticket, but waits until the device is near enough for the question."""
         here = [cohort for cohort in self._parked if cohort.layer == layer]
         if here:
@@ -75,9 +75,7 @@ class ParkedCohorts:
             cohort.ticket.wait()
         self._parked.clear()
 
-    def _without_dropped(
-        self, cohort: ParkedCohort, output: Tensor
-    ) -> tuple[ParkedCohort, Tensor]:
+    def _without_dropped(self, cohort: ParkedCohort, output: Tensor) -> tuple[ParkedCohort, Tensor]:
         gone = self._dropped.intersection(cohort.batch.request_ids)
         if not gone:
             return cohort, output

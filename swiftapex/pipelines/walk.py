@@ -80,8 +80,11 @@ class Walk:
         """After the last layer: each batch with its x [tokens, hidden]."""
         if self._x is None:
             return []
-        batches = self._batches()
-        return list(zip(batches, self._x.split([b.num_tokens for b in batches]), strict=True))
+        results, begin = [], 0
+        for batch in self._batches():
+            results.append((batch, self._x[begin : begin + batch.num_tokens]))
+            begin += batch.num_tokens
+        return results
 
     def _batches(self) -> list[BoundBatch]:
         return ([self._main] if self._main is not None else []) + self._riders

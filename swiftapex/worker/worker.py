@@ -13,10 +13,11 @@ from swiftapex.config.schema import EngineConfig
 from swiftapex.core.ops import AttentionBatch
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.plugins import load_class
+from swiftapex.core.records import BusyTimes
 from swiftapex.core.request import Placement
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.kv.sizing import KVSizes, attention_shape
-from swiftapex.kv.staging import DEPTH, BlockCopies, Copies, StagedPrefill
+from swiftapex.kv.staging import DEPTH, BlockCopies, StagedPrefill
 from swiftapex.kv.store import KVStore
 from swiftapex.model.sampling import sample
 from swiftapex.model.source import ModelSource, as_torch_dtype
@@ -27,7 +28,7 @@ from swiftapex.pipelines.parked import ParkedCohorts
 from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness
 from swiftapex.worker.bind import Binder
 from swiftapex.worker.request_table import RequestTable
-from swiftapex.worker.traced import traced_attention, traced_stages
+from swiftapex.worker.traced import BusyClock, observe
 
 _NOT_FINITE = "the model's logits are not finite: numbers overflowed in this dtype"
 
@@ -63,12 +64,18 @@ class Worker:
         self._table = RequestTable(-(-max_model_len // engine.block_size))
         self._staged: list[StagedPrefill] = []
         self._attention = Attention(self._store, gpu, self._backends.cpu_attention, shape)
-        self._parked = ParkedCohorts(self._attention, OwnReadiness(), LaunchAhead())
+        self._gpu_busy = BusyClock()
+        observed = observe(
+            self._stages, self._attention, self._backends.copies, trace, self._gpu_busy
+        )
+        self._traced = trace is not None
+        self._copies = observed.copies
+        self._parked = ParkedCohorts(observed.parked_attention, OwnReadiness(), LaunchAhead())
         binder = Binder(self._table, self._stages, engine.block_size, self._make_staged)
         self._parts = PipelineParts(
             num_layers=config.num_layers,
-            stages=traced_stages(self._stages, trace),
-            attention=traced_attention(self._attention, trace),
+            stages=observed.stages,
+            attention=observed.attention,
             parked=self._parked,
             bind=binder.bind,
             complete=self._complete,
@@ -82,6 +89,7 @@ class Worker:
         self._parked.drop(plan.dropped)
         moves = []
         if plan.moves:
+            assert self._copies is not None, "this engine has no CPU side"
             moves = self._store.start_moves(plan.moves, self._copies)
         result = StepResult({})
         if self._parked.request_ids or any(b.rows for b in plan.sub_batches + plan.new_cohorts):
@@ -93,18 +101,21 @@ class Worker:
             ticket.wait()
         return StepResult(result.tokens, self._parked.request_ids, result.failures)
 
+    def busy(self) -> BusyTimes:
+        """Seconds of computing so far. The GPU side is only timed while there is a trace."""
+        lane = self._backends.cpu_attention
+        return BusyTimes(
+            self._gpu_busy.seconds if self._traced else None,
+            getattr(lane, "busy_s", None),
+        )
+
     def close(self) -> None:
         """Frees KV and weights and stops all threads."""
         self._parked.close()
         self._pipelines.clear()
         self._backends.close()
-        del self._parts, self._parked, self._attention, self._stages
+        del self._parts, self._parked, self._attention, self._stages, self._copies
         self._store.close()
-
-    @property
-    def _copies(self) -> Copies:
-        assert self._backends.copies is not None, "this engine has no CPU side"
-        return self._backends.copies
 
     def _pipeline(self, name: str) -> Pipeline:
         if name not in self._pipelines:
@@ -114,7 +125,7 @@ class Worker:
     def _make_staged(
         self, batch: AttentionBatch, prefix: BlockCopies, touched: BlockCopies
     ) -> StagedPrefill:
-        assert not self._staged, "one sub-batch a pass is staged"
+        assert self._copies is not None and not self._staged, "one sub-batch a pass is staged"
         staged = StagedPrefill(self._store, self._copies, batch, prefix, touched, self._num_layers)
         self._staged.append(staged)
         return staged
