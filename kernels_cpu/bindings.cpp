@@ -63,6 +63,50 @@ void bind_linear(py::module_& module) {
         ReleaseGil(), "y[n, out] = x[n, in] * weight[out, in]^T + bias + residual.");
 }
 
+void bind_sequences(py::module_& module) {
+    module.def(
+        "norm_linear",
+        [](ThreadPool& pool, int dtype, Address x, Address norm_weight, float eps, Address weight,
+           Address bias, Address y, Count n, Count in, Count out, Count x_stride,
+           Count weight_stride) {
+            const NormLinearArgs args{pointer<const void>(x),
+                                      pointer<const void>(norm_weight),
+                                      eps,
+                                      pointer<const void>(weight),
+                                      pointer<const void>(bias),
+                                      pointer<void>(y),
+                                      n,
+                                      in,
+                                      out,
+                                      x_stride,
+                                      weight_stride};
+            norm_linear(pool, dtype_of(dtype), args);
+        },
+        ReleaseGil(), "y[n, out] = rms_norm(x[n, in]) * weight[out, in]^T + bias.");
+    module.def(
+        "ffn",
+        [](ThreadPool& pool, int dtype, Address x, Address norm_weight, float eps, Address gate_up,
+           Address gate_up_bias, Address down, Address down_bias, Address y, Count n, Count hidden,
+           Count inner, Count x_stride, Count gate_up_stride, Count down_stride) {
+            const FfnArgs args{pointer<const void>(x),
+                               pointer<const void>(norm_weight),
+                               eps,
+                               pointer<const void>(gate_up),
+                               pointer<const void>(gate_up_bias),
+                               pointer<const void>(down),
+                               pointer<const void>(down_bias),
+                               pointer<void>(y),
+                               n,
+                               hidden,
+                               inner,
+                               x_stride,
+                               gate_up_stride,
+                               down_stride};
+            ffn(pool, dtype_of(dtype), args);
+        },
+        ReleaseGil(), "y[n, hidden] = x + down * silu_mul(gate_up * rms_norm(x)).");
+}
+
 void bind_elementwise(py::module_& module) {
     module.def(
         "rms_norm",
@@ -123,6 +167,7 @@ PYBIND11_MODULE(_kernels_cpu, module) {
     swiftapex::bind_thread_pool(module);
     swiftapex::bind_dispatch(module);
     swiftapex::bind_linear(module);
+    swiftapex::bind_sequences(module);
     swiftapex::bind_elementwise(module);
     swiftapex::bind_paged_decode_attention(module);
     swiftapex::bind_lanes(module);

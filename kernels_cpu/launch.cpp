@@ -1,5 +1,6 @@
 #include "kernels_cpu/launch.h"
 
+#include <memory>
 #include <vector>
 
 #include "kernels_cpu/dispatch.h"
@@ -10,15 +11,23 @@ namespace {
 // Waking and joining threads costs 1 to 2 us, in which one core passes over this many elements.
 constexpr int64_t kSerialElements = 16 * 1024;
 
-// Calls kernel(thread, num_threads) on every thread of the pool, or once.
+using Buffer = std::unique_ptr<char[]>;
+
+// Uninitialised memory for intermediate results.
+Buffer buffer(DType dtype, int64_t elements) {
+    return Buffer(new char[static_cast<size_t>(elements) * (dtype == kFloat32 ? 4 : 2)]);
+}
+
+// Calls kernel(thread, num_threads) on every thread of the pool, or once as (0, 1).
 template <class Kernel>
-void launch(ThreadPool& pool, int64_t elements, Kernel kernel) {
+void launch(ThreadPool& pool, int64_t elements, size_t scratch_bytes, Kernel kernel) {
     if (elements <= kSerialElements && pool.caller() == Caller::kWorks) {
-        kernel(0, 1);
-        return;
+        auto task = [&](int thread) { kernel(thread, 1); };
+        pool.run_on_caller(task, scratch_bytes);
+    } else {
+        auto task = [&](int thread) { kernel(thread, pool.num_threads()); };
+        pool.run(task, scratch_bytes);
     }
-    auto task = [&](int thread) { kernel(thread, pool.num_threads()); };
-    pool.run(task);
 }
 
 // Packed x (at most 4 bytes an element, padded to 64 elements a row and 16 rows) and sums of 64
@@ -32,26 +41,49 @@ size_t linear_scratch_bytes(int64_t n, int64_t in) {
 
 void linear(ThreadPool& pool, DType dtype, const LinearArgs& args) {
     const auto kernel = active_kernels().linear[dtype];
-    auto task = [&](int thread) { kernel(args, pool.scratch(thread), thread, pool.num_threads()); };
-    pool.run(task, linear_scratch_bytes(args.n, args.in));
+    const int64_t elements = args.n * args.in * args.out / 4;  // four products take as long as one
+    launch(pool, elements, linear_scratch_bytes(args.n, args.in), [&](int thread, int num_threads) {
+        kernel(args, pool.scratch(thread), thread, num_threads);
+    });
 }
 
 void rms_norm(ThreadPool& pool, DType dtype, const RmsNormArgs& args) {
     const auto kernel = active_kernels().rms_norm[dtype];
-    launch(pool, args.n * args.heads * args.dim,
+    launch(pool, args.n * args.heads * args.dim, 0,
            [&](int thread, int num_threads) { kernel(args, thread, num_threads); });
 }
 
 void rope(ThreadPool& pool, DType dtype, const RopeArgs& args) {
     const auto kernel = active_kernels().rope[dtype];
-    launch(pool, args.n * args.heads * args.dim,
+    launch(pool, args.n * args.heads * args.dim, 0,
            [&](int thread, int num_threads) { kernel(args, thread, num_threads); });
 }
 
 void silu_mul(ThreadPool& pool, DType dtype, const SiluMulArgs& args) {
     const auto kernel = active_kernels().silu_mul[dtype];
-    launch(pool, args.n * args.inner,
+    launch(pool, args.n * args.inner, 0,
            [&](int thread, int num_threads) { kernel(args, thread, num_threads); });
+}
+
+void norm_linear(ThreadPool& pool, DType dtype, const NormLinearArgs& a) {
+    const Buffer normed = buffer(dtype, a.n * a.in);
+    rms_norm(pool, dtype,
+             {a.x, a.norm_weight, normed.get(), a.n, 1, a.in, a.x_stride, a.in, a.in, a.in, a.eps});
+    linear(pool, dtype,
+           {normed.get(), a.weight, a.bias, nullptr, a.y, a.n, a.in, a.out, a.in, a.weight_stride,
+            0, a.out});
+}
+
+void ffn(ThreadPool& pool, DType dtype, const FfnArgs& a) {
+    const Buffer gate_up = buffer(dtype, a.n * 2 * a.inner);
+    norm_linear(pool, dtype,
+                {a.x, a.norm_weight, a.eps, a.gate_up, a.gate_up_bias, gate_up.get(), a.n, a.hidden,
+                 2 * a.inner, a.x_stride, a.gate_up_stride});
+    const Buffer inner = buffer(dtype, a.n * a.inner);
+    silu_mul(pool, dtype, {gate_up.get(), inner.get(), a.n, a.inner, 2 * a.inner, a.inner});
+    linear(pool, dtype,
+           {inner.get(), a.down, a.down_bias, a.x, a.y, a.n, a.inner, a.hidden, a.inner,
+            a.down_stride, a.x_stride, a.hidden});
 }
 
 uint64_t read_stream(ThreadPool& pool, const void* data, int64_t bytes) {

@@ -12,6 +12,37 @@ void rms_norm(ThreadPool& pool, DType dtype, const RmsNormArgs& args);
 void rope(ThreadPool& pool, DType dtype, const RopeArgs& args);
 void silu_mul(ThreadPool& pool, DType dtype, const SiluMulArgs& args);
 
+// Sequences of the above in one call: between two small kernels a call from Python costs more than
+// the kernels, as reading the weights has just driven the interpreter out of the caches.
+
+// y[n, out] = linear(rms_norm(x)).
+struct NormLinearArgs {
+    const void* x;  // [n, in]
+    const void* norm_weight;
+    float eps;
+    const void* weight;  // [out, in]
+    const void* bias;    // null: none
+    void* y;             // [n, out], dense
+    int64_t n, in, out;
+    int64_t x_stride, weight_stride;
+};
+void norm_linear(ThreadPool& pool, DType dtype, const NormLinearArgs& args);
+
+// y[n, hidden] = x + down * silu_mul(gate_up * rms_norm(x)).
+struct FfnArgs {
+    const void* x;  // [n, hidden]
+    const void* norm_weight;
+    float eps;
+    const void* gate_up;  // [2 * inner, hidden]
+    const void* gate_up_bias;
+    const void* down;  // [hidden, inner]
+    const void* down_bias;
+    void* y;  // [n, hidden], dense
+    int64_t n, hidden, inner;
+    int64_t x_stride, gate_up_stride, down_stride;
+};
+void ffn(ThreadPool& pool, DType dtype, const FfnArgs& args);
+
 // Wrapping sum of the buffer's whole 64-bit words.
 uint64_t read_stream(ThreadPool& pool, const void* data, int64_t bytes);
 

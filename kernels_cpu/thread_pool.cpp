@@ -62,8 +62,7 @@ void ThreadPool::start_thread(int thread, int cpu) {
 
 void ThreadPool::run(Task task, void* context, size_t scratch_bytes) {
     std::lock_guard<std::mutex> lock(run_mutex_);
-    if (closed_) throw std::runtime_error("the thread pool is closed");
-    reserve_scratch(scratch_bytes);
+    prepare(scratch_bytes);
     task_ = task;
     context_ = context;
     pending_.store(static_cast<uint32_t>(num_threads_), std::memory_order_relaxed);
@@ -77,6 +76,11 @@ void ThreadPool::run(Task task, void* context, size_t scratch_bytes) {
         }
     }
     wait_for_workers();
+}
+
+void ThreadPool::prepare(size_t scratch_bytes) {
+    if (closed_) throw std::runtime_error("the thread pool is closed");
+    reserve_scratch(scratch_bytes);
 }
 
 bool ThreadPool::claim(int part, uint32_t generation) {

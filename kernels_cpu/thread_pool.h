@@ -42,6 +42,14 @@ class ThreadPool {
             static_cast<void*>(&function), scratch_bytes);
     }
 
+    // Calls function(0) on the calling thread, as a run() of one part.
+    template <class Function>
+    void run_on_caller(Function& function, size_t scratch_bytes = 0) {
+        std::lock_guard<std::mutex> lock(run_mutex_);
+        prepare(scratch_bytes);
+        function(0);
+    }
+
     // Inside a task: memory of part `thread`, at least run()'s `scratch_bytes`, 64-aligned.
     void* scratch(int thread) const { return scratch_[static_cast<size_t>(thread)]; }
 
@@ -56,6 +64,7 @@ class ThreadPool {
     void work(int thread);
     bool claim(int part, uint32_t generation);
     void start_thread(int thread, int cpu);
+    void prepare(size_t scratch_bytes);
     void reserve_scratch(size_t bytes);
     void wait_for_workers();
 

@@ -156,6 +156,23 @@ def test_silu_of_large_numbers(isa: str, ops: CpuOps) -> None:
     torch.testing.assert_close(y[0], gate.clamp_min(0.0), atol=1e-30, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 3, 20, 400])
+def test_sequences_equal_their_parts(isa: str, ops: CpuOps, dtype: torch.dtype, n: int) -> None:
+    torch.manual_seed(n)
+    hidden, inner = 72, 40
+    x = strided(n, hidden, dtype=dtype)
+    norm = torch.randn(hidden).to(dtype)
+    gate_up = strided(2 * inner, hidden, dtype=dtype, scale=hidden**-0.5)
+    down = strided(hidden, inner, dtype=dtype, scale=inner**-0.5)
+    up_bias, down_bias = torch.randn(2 * inner).to(dtype), torch.randn(hidden).to(dtype)
+    for b, d in ((None, None), (up_bias, down_bias)):
+        h = ops.linear(ops.rms_norm(x, norm, 1e-5), gate_up, b)
+        assert torch.equal(ops.norm_linear(x, norm, 1e-5, gate_up, b), h)
+        y = ops.linear(ops.silu_mul(h), down, d, residual=x)
+        assert torch.equal(ops.ffn(x, norm, 1e-5, gate_up, b, down, d), y)
+
+
 def test_embedding(ops: CpuOps) -> None:
     weight = torch.randn(11, 5)
     assert torch.equal(ops.embedding(torch.tensor([3, 0, 10]), weight), weight[[3, 0, 10]])
@@ -179,6 +196,11 @@ def test_wrong_arguments_are_refused(ops: CpuOps) -> None:
         lambda: ops.rms_norm(x.half(), norm, 1e-5),
         lambda: ops.rope(x.view(3, 2, 4), torch.randn(3, 8)),
         lambda: ops.rope(x.view(3, 2, 4), torch.randn(3, 4).double()),
+        lambda: ops.norm_linear(x, norm[:7], 1e-5, w),
+        lambda: ops.norm_linear(x, norm.half(), 1e-5, w),
+        lambda: ops.norm_linear(x[:, :6], norm, 1e-5, w),
+        lambda: ops.ffn(x, norm, 1e-5, w, None, w, None),
+        lambda: ops.ffn(x, norm, 1e-5, w, None, w.T[:, :2].contiguous().half(), None),
         lambda: ops.silu_mul(x[:, :7]),
         lambda: ops.silu_mul(x.int()),
     ]

@@ -48,14 +48,14 @@ class CpuBackend:
         if num_native > 0:
             self._attend_decodes(kv, batch, shape, qkv, out)
         lens = (1,) * (batch.num_decodes - num_native) + batch.chunk_lens
-        if lens:
-            begin = num_native
-            with torch_threads(self._pool.num_threads):
-                for request, n in enumerate(lens, start=num_native):
-                    rows = slice(begin, begin + n)
-                    blocks, context = batch.block_table[request], int(batch.context_lens[request])
-                    attend_chunk(kv, blocks, context, shape, qkv[rows], out[rows])
-                    begin += n
+        begin = num_native
+        for request, n in enumerate(lens, start=num_native):
+            rows = slice(begin, begin + n)
+            blocks, context = batch.block_table[request], int(batch.context_lens[request])
+            products = n * context * shape.num_q_heads * shape.head_dim
+            with torch_threads(self._pool.num_threads, products):
+                attend_chunk(kv, blocks, context, shape, qkv[rows], out[rows])
+            begin += n
         return out.view(batch.num_tokens, -1)
 
     def _attend_decodes(

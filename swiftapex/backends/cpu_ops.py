@@ -95,7 +95,7 @@ class CpuOps:
                 residual_stride = row_stride("linear", residual)
             residual_address = residual.data_ptr()
         if n > self._native_rows[known.number]:
-            with torch_threads(self._pool.num_threads):
+            with torch_threads(self._pool.num_threads, n * inner * out):
                 y = F.linear(x, weight, bias)
                 return y if residual is None else y.add_(residual)
         y = torch.empty(n, out, dtype=dtype)
@@ -114,6 +114,101 @@ class CpuOps:
             known.stride,
             residual_stride,
             out,
+        )
+        return y
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """linear(rms_norm(x, norm, eps), weight, bias) of x [n, in]."""
+        n, inner = x.shape
+        known_norm = self._weights.get((id(norm), 0)) or self._remember(norm, None)
+        key = (id(weight), 0 if bias is None else id(bias))
+        known = self._weights.get(key) or self._remember(weight, bias)
+        if n > self._native_rows[known.number]:
+            return self.linear(self.rms_norm(x, norm, eps), weight, bias)
+        dtype = known.dtype
+        if (
+            x.dtype is not dtype
+            or known_norm.dtype is not dtype
+            or known_norm.shape != (inner,)
+            or inner != known.inner
+            or not x.is_cpu
+        ):
+            reject("norm_linear", x=x, norm=norm, weight=weight)
+        out = known.shape[0]
+        y = torch.empty(n, out, dtype=dtype)
+        kernels.norm_linear(
+            self._pool,
+            known.number,
+            x.data_ptr(),
+            known_norm.address,
+            eps,
+            known.address,
+            known.bias_address,
+            y.data_ptr(),
+            n,
+            inner,
+            out,
+            inner if x.is_contiguous() else row_stride("norm_linear", x),
+            known.stride,
+        )
+        return y
+
+    def ffn(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        """x + linear(silu_mul(norm_linear(x, norm, eps, gate_up, gate_up_bias)), down, down_bias)
+        of x [n, hidden]; gate_up [2 * inner, hidden], down [hidden, inner]."""
+        n, hidden = x.shape
+        key = (id(gate_up), 0 if gate_up_bias is None else id(gate_up_bias))
+        up = self._weights.get(key) or self._remember(gate_up, gate_up_bias)
+        if n > self._native_rows[up.number]:
+            h = self.silu_mul(self.norm_linear(x, norm, eps, gate_up, gate_up_bias))
+            return self.linear(h, down, down_bias, residual=x)
+        known_norm = self._weights.get((id(norm), 0)) or self._remember(norm, None)
+        key = (id(down), 0 if down_bias is None else id(down_bias))
+        back = self._weights.get(key) or self._remember(down, down_bias)
+        dtype = up.dtype
+        if (
+            not (x.dtype is known_norm.dtype is back.dtype is dtype)
+            or known_norm.shape != (hidden,)
+            or up.inner != hidden
+            or back.shape != (hidden, up.shape[0] // 2)
+            or up.shape[0] % 2 != 0
+            or not x.is_cpu
+        ):
+            reject("ffn", x=x, norm=norm, gate_up=gate_up, down=down)
+        y = torch.empty(n, hidden, dtype=dtype)
+        kernels.ffn(
+            self._pool,
+            up.number,
+            x.data_ptr(),
+            known_norm.address,
+            eps,
+            up.address,
+            up.bias_address,
+            back.address,
+            back.bias_address,
+            y.data_ptr(),
+            n,
+            hidden,
+            back.inner,
+            hidden if x.is_contiguous() else row_stride("ffn", x),
+            up.stride,
+            back.stride,
         )
         return y
 
@@ -199,9 +294,11 @@ class _Weight:
 
 
 @contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """torch's operations in the block may use `count` threads; those outside use one."""
-    torch.set_num_threads(count)
+def torch_threads(count: int, products: int) -> Iterator[None]:
+    """torch's operations in the block may use `count` threads if the block is worth waking them:
+    `products` multiplications take a core some 100 us. Those outside use one."""
+    if products >= 1_000_000:
+        torch.set_num_threads(count)
     try:
         yield
     finally:

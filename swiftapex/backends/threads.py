@@ -67,7 +67,9 @@ def split_threads(requested: int | Literal["auto"]) -> tuple[ThreadPlan, ThreadP
     rest = max(1, both.count - half)
     return (
         ThreadPlan(rest, both.cpus[:rest], f"{both.limited_by}, beside {half} for the CPU side"),
-        ThreadPlan(half, both.cpus[::-1][:half], f"{both.limited_by}, beside {rest} for the GPU side"),
+        ThreadPlan(
+            half, both.cpus[::-1][:half], f"{both.limited_by}, beside {rest} for the GPU side"
+        ),
     )
 
 

@@ -35,6 +35,24 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[n, 2 * inner] -> silu(first half) * second half, [n, inner]."""
 
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """linear(rms_norm(x, norm, eps), weight, bias) as one call."""
+
+    def ffn(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        """x + linear(silu_mul(norm_linear(x, norm, eps, gate_up, gate_up_bias)), down, down_bias)
+        as one call. x [n, hidden], gate_up [2 * inner, hidden], down [hidden, inner]."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:

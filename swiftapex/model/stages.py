@@ -34,8 +34,8 @@ class Stages:
     def pre_attn(self, layer: int, x: Tensor, rotation: Tensor) -> Tensor:
         """Norm, QKV, RoPE: x [n, hidden] -> qkv [n, q_heads + 2 * kv_heads, head_dim]."""
         c, w, ops = self.config, self.weights.layers[layer], self.ops
-        h = ops.rms_norm(x, w.attn_norm, c.norm_eps)
-        qkv = ops.linear(h, w.qkv, w.qkv_bias).view(-1, c.num_qkv_heads, c.head_dim)
+        qkv = ops.norm_linear(x, w.attn_norm, c.norm_eps, w.qkv, w.qkv_bias)
+        qkv = qkv.view(-1, c.num_qkv_heads, c.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             self._norm_heads(qkv[:, : c.num_q_heads], w.q_norm)
             self._norm_heads(qkv[:, c.num_q_heads : c.num_q_heads + c.num_kv_heads], w.k_norm)
@@ -47,14 +47,13 @@ class Stages:
         o [n, q_heads * head_dim], x [n, hidden] -> x [n, hidden]."""
         w, ops = self.weights.layers[layer], self.ops
         x = ops.linear(o, w.o, w.o_bias, residual=x)
-        h = ops.rms_norm(x, w.ffn_norm, self.config.norm_eps)
-        h = ops.silu_mul(ops.linear(h, w.gate_up, w.gate_up_bias))
-        return ops.linear(h, w.down, w.down_bias, residual=x)
+        eps = self.config.norm_eps
+        return ops.ffn(x, w.ffn_norm, eps, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [n, hidden] (only the rows that sample) -> [n, vocab] in the model's dtype."""
-        h = self.ops.rms_norm(x, self.weights.norm, self.config.norm_eps)
-        return self.ops.linear(h, self.weights.head)
+        w = self.weights
+        return self.ops.norm_linear(x, w.norm, self.config.norm_eps, w.head)
 
     def _norm_heads(self, heads: Tensor, weight: Tensor) -> None:
         """RMSNorm of each head of heads [n, k, head_dim], in place."""
