@@ -106,7 +106,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        return bool(self.output_ids) and self.num_computed == self.num_tokens - 1
+        tokens = len(self.prompt_ids) + len(self.output_ids)  # spelled out: asked very often
+        return self.num_computed == tokens - 1 and bool(self.output_ids)
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Tokens at positions [start, end) of prompt and output together."""

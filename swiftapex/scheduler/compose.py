@@ -70,10 +70,13 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
 
     First come, first served: where the oldest does not fit, none younger is let past it.
     """
+    on_gpu = state.running_on(Placement.GPU)
+    if state.blocks.num_free(Placement.GPU) <= on_gpu:
+        return
     for request in state.decoding(Placement.CPU):
         if not state.fits_alone(request, Placement.GPU):
             continue
-        on_gpu = state.running_on(Placement.GPU) + 1
+        on_gpu += 1
         need = len(state.blocks.owned(request.request_id)) + on_gpu
         fits = need <= state.blocks.num_free(Placement.GPU)
         if not fits or on_gpu > batch.limits.max_batch_size:

@@ -42,10 +42,13 @@ def add_cpu_halves(
     state: SchedulerState, first: BatchDraft, second: BatchDraft, requests: Sequence[Request]
 ) -> None:
     """CPU decodes in turn into the sub-batch that holds fewer of them."""
+    halves = [first, second]
+    counts = [len(half.cpu_decodes) for half in halves]
     for request in requests:
-        halves = sorted((first, second), key=lambda half: len(half.cpu_decodes))
-        for half in halves:
-            if take_cpu_decode(state, half, request):
+        fewer = 0 if counts[0] <= counts[1] else 1
+        for half in (fewer, 1 - fewer):
+            if take_cpu_decode(state, halves[half], request):
+                counts[half] += 1
                 break
 
 

@@ -34,11 +34,7 @@ def gpu_first(state: SchedulerState, cpu_full: CpuFull) -> Place:
     CPU is full."""
 
     def place(batch: BatchDraft, request: Request) -> Placement | None:
-        older_waits = any(
-            r.request_id < request.request_id and state.fits_alone(r, Placement.GPU)
-            for r in state.decoding(Placement.CPU)
-        )
-        if not older_waits and _gpu_has_room(state, batch, request):
+        if _gpu_has_room(state, batch, request) and not _older_waits(state, request):
             return Placement.GPU
         idle = state.running_on(Placement.CPU) == 0
         if _cpu_has_room(state, request) and (idle or not cpu_full(batch, request)):
@@ -57,6 +53,18 @@ def cpu_first(state: SchedulerState) -> Place:
         return Placement.GPU if _gpu_has_room(state, batch, request) else None
 
     return place
+
+
+def _older_waits(state: SchedulerState, request: Request) -> bool:
+    """Whether an older CPU request at a token boundary would rather be on the GPU."""
+    return any(
+        r.placement is Placement.CPU
+        and r.request_id < request.request_id
+        and state.is_free(r)
+        and r.is_decoding
+        and state.fits_alone(r, Placement.GPU)
+        for r in state.queue.running
+    )
 
 
 def _gpu_has_room(state: SchedulerState, batch: BatchDraft, request: Request) -> bool:
@@ -84,7 +92,7 @@ def _cpu_has_room(state: SchedulerState, request: Request) -> bool:
 def cpu_tokens(state: SchedulerState) -> int:
     """Tokens of KV that one visit of all CPU requests reads."""
     running = state.queue.running
-    return sum(r.num_tokens for r in running if r.placement.side is Placement.CPU)
+    return sum(r.num_tokens for r in running if r.placement is not Placement.GPU)
 
 
 def full_for_split(state: SchedulerState, cost: CostModel) -> CpuFull:

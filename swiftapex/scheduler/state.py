@@ -55,7 +55,7 @@ class SchedulerState:
         return [
             r
             for r in self.queue.running
-            if r.placement is side and r.is_decoding and self.is_free(r)
+            if r.placement is side and self.is_free(r) and r.is_decoding
         ]
 
     def prefilling(self) -> list[Request]:
@@ -64,11 +64,13 @@ class SchedulerState:
 
     def running_on(self, side: Placement) -> int:
         """Running requests whose blocks are on `side`, in flight or not."""
-        return sum(r.placement.side is side for r in self.queue.running)
+        on_gpu = sum(r.placement is Placement.GPU for r in self.queue.running)
+        return on_gpu if side is Placement.GPU else self.queue.num_running - on_gpu
 
     def num_decoding(self, side: Placement) -> int:
         """Running requests that decode on `side`, in flight or not."""
-        return sum(r.placement is side and r.is_decoding for r in self.queue.running)
+        here = (r for r in self.queue.running if r.placement is side)
+        return sum(r.in_flight or r.is_decoding for r in here)
 
     @property
     def num_in_flight(self) -> int:
@@ -247,8 +249,9 @@ class SchedulerState:
             request.in_flight = request.request_id in in_flight
             if request.in_flight:
                 request.last_served = self.iteration
-            prefilled = request.is_decoding or request.num_computed == request.num_tokens
-            if request.placement is Placement.STAGING and prefilled:
+            if request.placement is Placement.STAGING and (
+                request.is_decoding or request.num_computed == request.num_tokens
+            ):
                 request.placement = Placement.CPU
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)

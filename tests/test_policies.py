@@ -1,0 +1,301 @@
+"""Choices of the policies against tables computed by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import CPU, GPU, STAGING, ConstantCostModel, Harness
+
+import swiftapex
+from swiftapex.core.errors import ConfigError
+from swiftapex.core.request import Request
+from swiftapex.cost_model import Load, overlap_us
+from swiftapex.policies import POLICIES, make_policy
+from swiftapex.policies.apex import Strategy, select_strategy
+from swiftapex.scheduler.cohorts import cohorts_wanted
+from swiftapex.scheduler.prefill import overlap_chunk_tokens
+from swiftapex.scheduler.split import choose_split
+
+# L = 4; T_l = 100 µs whatever the rows, T_ga = 0.1 µs and T_ca = 1 µs a token.
+COST = ConstantCostModel(num_layers=4, linear_fixed=100, gpu_token=0.1, cpu_token=1.0)
+ROOM = (100, 100)
+
+
+def test_split_fills_the_sub_batch_with_more_room_and_stops_at_both_constraints() -> None:
+    main = Load(rows=4, gpu_tokens=400)  # T_l0 100, T_ga0 40
+    # 1: T_l0 - 30 = 70 against T_ga0 - 30 = 10 (T_l1 is 0 while empty)   -> second, spare (140, 70)
+    # 2: 140 - 30 = 110 against 70 - 30 = 40                             -> first,  spare (110, 70)
+    # 3: 80 / 40 -> first, 4: 50 / 40 -> first, 5: 20 / 40 -> second, 6: 20 / 10 -> first (20),
+    # 7: -10 / 10 -> second (10); nothing more of 30 fits.
+    split = choose_split(COST, main, [30] * 9, ROOM)
+    assert split.picks == ((1, 2, 3, 5), (0, 4, 6))
+    assert split.loads[0] == Load(8, 400, 120) and split.loads[1] == Load(3, 0, 90)
+
+
+def test_split_skips_what_is_longer_than_what_did_not_fit_and_takes_shorter_ones() -> None:
+    main = Load(rows=1)  # T_l0 100, T_ga0 0: only the second sub-batch has room at first
+    split = choose_split(COST, main, [150, 160, 90, 120, 60], ROOM)
+    assert split.picks == ((4,), (2,))  # 90 hides behind T_l0, then 60 behind T_l1
+    assert choose_split(COST, main, [101], ROOM).count == 0
+    assert choose_split(COST, main, [100], ROOM).picks == ((), (0,))
+
+
+def test_forced_decodes_are_taken_whether_hidden_or_not() -> None:
+    split = choose_split(COST, Load(rows=1), [500, 500, 10], ROOM, forced=1)
+    assert split.picks[1] == (0,) and 1 not in split.picks[0]
+    assert 2 in split.picks[0]  # 10 <= T_l1 = 100 still hides
+
+
+def test_split_respects_the_rows_that_fit() -> None:
+    split = choose_split(COST, Load(rows=2), [1] * 9, (1, 2))
+    assert (len(split.picks[0]), len(split.picks[1])) == (1, 2)
+
+
+def test_without_gpu_rows_all_cpu_decodes_run_in_two_halves() -> None:
+    split = choose_split(COST, Load(), [1000] * 6, ROOM)
+    assert len(split.picks[0]) == len(split.picks[1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        # num_gpu, num_cpu, gpu_rows, overdue, scheduled, wins
+        ((4, 0, 4, 0, 0, False), Strategy.GPU_ONLY),  # no CPU decodes
+        ((4, 31, 4, 0, 5, True), Strategy.GPU_ONLY),  # fewer than 8 per GPU request
+        ((4, 32, 4, 0, 5, True), Strategy.ASYMMETRIC),
+        ((4, 32, 4, 0, 5, False), Strategy.OVERLAP),  # schedulable, but no gain
+        ((4, 32, 4, 0, 0, False), Strategy.OVERLAP),  # nothing schedulable
+        ((4, 31, 0, 0, 0, False), Strategy.OVERLAP),  # no GPU-only without GPU rows
+        ((4, 31, 0, 0, 3, True), Strategy.ASYMMETRIC),
+        ((4, 31, 4, 1, 0, False), Strategy.OVERLAP),  # overdue: the ratio does not count
+        ((0, 3, 1, 0, 0, False), Strategy.OVERLAP),  # a chunk alone, no GPU request: ratio holds
+    ],
+)
+def test_strategy_selection(
+    numbers: tuple[int, int, int, int, int, bool], expected: object
+) -> None:
+    num_gpu, num_cpu, gpu_rows, overdue, scheduled, wins = numbers
+    assert expected is select_strategy(
+        num_gpu=num_gpu,
+        num_cpu=num_cpu,
+        gpu_rows=gpu_rows,
+        overdue=overdue,
+        min_ratio=8,
+        scheduled=scheduled,
+        asymmetric_wins=wins,
+    )
+
+
+def hybrid(policy: str, cost: ConstantCostModel = COST, **kwargs: object) -> Harness:
+    """Three prompts of 20 tokens fit on the GPU; the CPU takes any number."""
+    sizes = {"cpu_blocks": 2000, "staging_blocks": 40, "max_skipped": 1000, **kwargs}
+    return Harness(20, 4, 64, 256, policy=policy, cost=cost, **sizes)  # type: ignore[arg-type]
+
+
+def decoding(harness: Harness) -> tuple[int, int]:
+    return harness.state.num_decoding(GPU), harness.state.num_decoding(CPU)
+
+
+def fill(harness: Harness, count: int, prompt: int = 20, output: int = 20) -> list[Request]:
+    """Adds requests and steps until all decode; the GPU takes the first."""
+    added = [harness.add(prompt, output) for _ in range(count)]
+    requests = [r for r in added if r is not None]
+    for _ in range(60):
+        if all(r.output_ids for r in requests):
+            break
+        harness.step()
+    return requests
+
+
+def test_neo_runs_two_batches_where_that_serves_more_requests_per_time() -> None:
+    # Three GPU decodes of about 24 tokens (T_ga 7). Alone: 3 in 4 (100 + 7) = 428 µs. With c CPU
+    # decodes in the second sub-batch 3 + c in 4 (100 + 107) = 828 µs: c >= 3 wins.
+    harness = hybrid("neo")
+    fill(harness, 9)
+    assert decoding(harness)[0] == 3 and decoding(harness)[1] >= 3
+    plan = harness.step()
+    assert plan.pipeline == "asymmetric"
+    assert plan.sub_batches[1].rows
+    assert plan.predicted_us == pytest.approx(4 * 207, rel=0.02)
+    harness.drain()
+    harness = hybrid("neo")
+    fill(harness, 4)
+    assert decoding(harness) == (3, 1)
+    plan = harness.step()
+    assert plan.pipeline == "sequential"
+    assert plan.predicted_us == pytest.approx(4 * 107, rel=0.02)
+    harness.drain()
+
+
+def test_neo_stays_on_the_gpu_where_the_cpu_cannot_hide() -> None:
+    # Each CPU decode of 22 tokens takes 220 µs, longer than T_l0 = 100 and T_l1 + T_ga0.
+    harness = hybrid("neo", ConstantCostModel(num_layers=4, cpu_token=10.0))
+    fill(harness, 4)
+    assert decoding(harness) == (3, 1)
+    assert harness.step().pipeline == "sequential"
+    harness.drain()
+
+
+def test_neo_promotes_the_oldest_cpu_request_when_gpu_blocks_free() -> None:
+    harness = hybrid("neo")
+    requests = fill(harness, 5)
+    on_cpu = [r for r in requests if r.placement is CPU]
+    assert on_cpu
+    for request in requests:
+        if request.placement is GPU:
+            harness.abort(request.request_id)
+    plan = harness.step()
+    assert plan.moves and plan.moves[0].request_id == on_cpu[0].request_id
+    assert plan.moves[0].target is GPU
+    rows = {r.request_id for b in plan.sub_batches for r in b.rows}
+    assert not rows & {m.request_id for m in plan.moves}, "a moved request rests"
+    harness.drain()
+
+
+def test_gpu_decodes_that_find_no_block_demote_the_newest() -> None:
+    harness = Harness(8, 4, 64, 256, policy="neo", cost=COST, cpu_blocks=100, staging_blocks=8)
+    first, second = fill(harness, 2, prompt=9, output=20)
+    assert first.placement is second.placement is GPU
+    while not harness.state.num_moves:
+        harness.step()
+    assert harness.plans[-1].moves[0].request_id == second.request_id
+    assert harness.state.num_preemptions == 0 and second.placement is CPU
+    harness.drain()
+    assert harness.state.num_preemptions == 0
+
+
+def test_one_demotion_serves_all_decodes_that_lack_a_block() -> None:
+    # Three GPU requests of 5 blocks, none free. All three need a block in the same iteration: the
+    # newest leaves 5, and the two others wait for those instead of making another leave.
+    harness = Harness(
+        15, 4, 64, 256, policy="fixed:asymmetric", cost=COST, cpu_blocks=100, staging_blocks=15
+    )
+    requests = fill(harness, 3, prompt=8, output=16)
+    while not harness.state.num_moves:
+        harness.step()
+    moves = harness.plans[-1].moves
+    assert [m.request_id for m in moves] == [requests[-1].request_id]
+    assert harness.state.num_preemptions == 0
+    harness.drain()
+
+
+def test_apex_overlaps_where_asymmetric_pipelining_does_not_pay() -> None:
+    # T_ca 10 µs a token: a CPU decode of 22 tokens never hides; min_cpu_gpu_ratio 1.
+    harness = hybrid(
+        "apex",
+        ConstantCostModel(num_layers=64, cpu_token=10.0),
+        policy_args={"min_cpu_gpu_ratio": 1},
+    )
+    fill(harness, 6)
+    assert decoding(harness)[1] >= decoding(harness)[0]
+    assert harness.step().pipeline == "async_overlap"
+    assert any(p.new_cohorts for p in harness.plans)
+    harness.drain()
+
+
+def test_apex_is_gpu_only_below_the_ratio_and_counts_parked_requests() -> None:
+    cost = ConstantCostModel(num_layers=64, cpu_token=10.0)
+    harness = hybrid("apex", cost, policy_args={"min_cpu_gpu_ratio": 100})
+    fill(harness, 6)
+    assert decoding(harness)[1] > 0
+    assert harness.step().pipeline == "sequential"
+    harness = hybrid("apex", cost, policy_args={"min_cpu_gpu_ratio": 1, "cohorts": 1})
+    fill(harness, 6)
+    while not harness.state.num_in_flight:
+        harness.step()
+    num_gpu, num_cpu = decoding(harness)
+    assert num_gpu > 0 and num_cpu >= harness.state.num_in_flight
+    assert harness.step().pipeline == "async_overlap"
+
+
+def test_cohorts_are_even_and_start_one_at_a_time() -> None:
+    harness = Harness(
+        8, 4, 64, 256, policy="fixed:async_overlap", policy_args={"cohorts": 4},
+        cpu_blocks=2000, staging_blocks=200, cost=ConstantCostModel(num_layers=64, cpu_token=0.001),
+    )  # fmt: skip
+    fill(harness, 24, prompt=8, output=100)
+    for _ in range(30):
+        harness.step()
+    sizes = [len(c.rows) for p in harness.plans[-30:] for c in p.new_cohorts]
+    on_cpu = harness.state.num_decoding(CPU)
+    assert on_cpu >= 20 and max(sizes) <= -(-on_cpu // 4) + 1
+    assert all(len(p.new_cohorts) <= 1 for p in harness.plans)
+    assert len(harness.state.cohorts) <= 4
+
+
+def test_number_of_cohorts() -> None:
+    assert [cohorts_wanted(n, None) for n in (0, 64, 200, 640, 5000)] == [2, 2, 3, 10, 32]
+    assert cohorts_wanted(5, 7) == 7
+
+
+def test_chunks_of_an_overlapped_pass_fit_the_cpus_visit() -> None:
+    cost = ConstantCostModel(num_layers=2, linear_fixed=100, linear_row=1, gpu_token=0)
+    load = Load(rows=104, gpu_tokens=50, chunks=((60, 0), (40, 7)))
+    assert overlap_us(cost, load.without_chunks(), 0) == 208
+    # A visit of 260 µs is less than twice 208: up to 2 (100 + 4 + p) = 416, p = 104: all.
+    assert overlap_chunk_tokens(cost, load, 0, 260) == 100
+    cost = ConstantCostModel(num_layers=2, linear_fixed=10, linear_row=10, gpu_token=0)
+    # Alone 2 (10 + 40) = 100, twice that is 200: 2 (10 + 10 (4 + p)) <= 200, p = 5.
+    assert overlap_chunk_tokens(cost, load, 0, 0) == 5
+    # A visit of 500 µs: 2 (10 + 10 (4 + p)) <= 500, p = 20.
+    assert overlap_chunk_tokens(cost, load, 0, 500) == 20
+    alone = Load(rows=100, chunks=((100, 0),))
+    assert overlap_chunk_tokens(cost, alone, 0, 0) == 100  # nothing else waits for the pass
+
+
+def test_cpu_takes_in_no_more_than_it_can_serve_in_a_pass() -> None:
+    # A pass takes 4 (100 + ~2) = 408 µs, a visit 2 µs a token of KV: about 204 tokens.
+    cost = ConstantCostModel(num_layers=4, linear_fixed=100, gpu_token=0.1, cpu_token=2.0)
+    harness = hybrid("fixed:async_overlap", cost)
+    for _ in range(40):
+        harness.add(20, 20)
+    for _ in range(15):
+        harness.step()
+    on_cpu = [r for r in harness.queue.running if r.placement is not GPU]
+    assert 4 <= len(on_cpu) <= 12 and harness.queue.num_waiting > 15
+    harness.drain()
+
+
+def test_fastdecode_decodes_on_the_cpu_in_two_equal_halves() -> None:
+    harness = hybrid("fastdecode")
+    fill(harness, 8)
+    plan = harness.step()
+    assert plan.pipeline == "symmetric"
+    halves = [[r for r in b.rows if r.is_decode] for b in plan.sub_batches]
+    assert [len(half) for half in halves] == [4, 4]
+    assert all(r.placement is CPU for half in halves for r in half)
+    chunks = [r for p in harness.plans for b in p.sub_batches for r in b.rows if not r.is_decode]
+    assert chunks and all(r.placement is STAGING for r in chunks)
+    harness.drain()
+
+
+def test_fixed_shapes_and_their_errors() -> None:
+    assert not make_policy("fixed:sequential").uses_cpu
+    assert make_policy("fixed:sequential", {"use_cpu": True}).uses_cpu
+    for pipeline in ("asymmetric", "symmetric", "async_overlap"):
+        assert make_policy(f"fixed:{pipeline}").uses_cpu
+    custom = make_policy("fixed:my_package.my_file:Mine", {"shape": "cohorts"})
+    assert custom.uses_cpu
+    with pytest.raises(ConfigError, match="one, two, halves, cohorts"):
+        make_policy("fixed:sequential", {"shape": "three"})
+    with pytest.raises(ConfigError, match="cohorts must be >= 1"):
+        make_policy("apex", {"cohorts": 0})
+    with pytest.raises(ConfigError, match="min_cpu_gpu_ratio must be >= 0"):
+        make_policy("apex", {"min_cpu_gpu_ratio": -1})
+    with pytest.raises(ConfigError, match="does not take"):
+        make_policy("neo", {"cohorts": 3})
+
+
+def test_policies_import_neither_pipelines_nor_each_other() -> None:
+    root = Path(swiftapex.__file__).parent
+    names = {path.partition(":")[0].rpartition(".")[2] for path in POLICIES.values()} | {"fixed"}
+    for name in names:
+        text = (root / "policies" / f"{name}.py").read_text()
+        assert len(text.splitlines()) < 200
+        imported = set(re.findall(r"^\s*(?:from|import) (swiftapex\S*)", text, re.MULTILINE))
+        assert {i for i in imported if i.startswith("swiftapex.policies")} == {
+            "swiftapex.policies.base"
+        }
+        assert not any(i.startswith("swiftapex.pipelines") for i in imported)
