@@ -102,9 +102,10 @@ def small_engine(
     section = ModelSection(path=str(model_path(model)), dtype="float32")
     engine = Engine(section, config, policy=policy, policy_args=args)
     worker = engine._executor._worker
-    if late is not None and worker._backends.cpu_attention is not None:
-        worker._backends.cpu_attention.close()
-        worker._backends.copies.close()
+    attention, real_copies = worker._backends.cpu_attention, worker._backends.copies
+    if late is not None and attention is not None and real_copies is not None:
+        attention.close()
+        real_copies.close()
         lane, copies = LateLane(late, worker._backends.gpu), LateCopies(late)
         worker._attention._cpu = lane
         worker._copies = copies
@@ -190,3 +191,21 @@ def run_schedule(
         raise AssertionError(f"{model}, {policy} {dict(args)}, seed {seed}, {pools}") from error
     finally:
         engine.close()
+
+
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sequential": ("fixed:sequential", {"use_cpu": True}),
+    "asymmetric": ("fixed:asymmetric", {}),
+    "async_overlap": ("fixed:async_overlap", {}),
+    "symmetric": ("fixed:symmetric", {}),
+    "neo": ("neo", {}),
+    "apex": ("apex", {"min_cpu_gpu_ratio": 1}),
+    "fastdecode": ("fastdecode", {}),
+    "random": ("tests.random_policy:RandomPolicy", {}),
+}
+
+
+def strategy(name: str, seed: int) -> tuple[str, dict[str, Any]]:
+    """Policy and arguments. The random one is another one for each seed."""
+    policy, args = STRATEGIES[name]
+    return policy, args | ({"seed": seed} if name == "random" else {})

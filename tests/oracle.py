@@ -62,7 +62,8 @@ class TransformersOracle:
         model = self.model64 if double else self.model
         self._reset_rope(model)
         with torch.no_grad():
-            return model(torch.tensor([token_ids])).logits[0]
+            logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+            return logits
 
     def greedy_tokens(self, prompt_ids: list[int], n: int) -> list[int]:
         """n tokens after the prompt, end-of-sequence tokens not heeded."""
@@ -113,7 +114,8 @@ class TransformersOracle:
         import gguf
 
         # transformers reads the file twice and builds one large table per tensor: half of the 20 s.
-        once = {n: functools.cache(getattr(gguf, n)) for n in ("GGUFReader", "get_tensor_name_map")}
+        names = ("GGUFReader", "get_tensor_name_map")
+        once: dict[str, Any] = {name: functools.cache(getattr(gguf, name)) for name in names}
         with mock.patch.multiple(gguf, **once):
             return AutoModelForCausalLM.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, dtype=dtype

