@@ -20,9 +20,10 @@ def overlap_plan(
     """The plan of `main`, its chunks cut to what a pass should hold, and a cohort of at most
     `rows` CPU decodes."""
     in_flight = state.num_in_flight + rows
-    visit = visit_us(cost, cpu_tokens(state), len(state.cohorts) + bool(rows))
-    keep = overlap_chunk_tokens(cost, Load.of(main.rows), in_flight, visit)
-    cut_chunks(state, main, main.chunks, keep)
+    if in_flight:
+        visit = visit_us(cost, cpu_tokens(state), len(state.cohorts) + bool(rows))
+        keep = overlap_chunk_tokens(cost, Load.of(main.rows), in_flight, visit)
+        cut_chunks(state, main, main.chunks, keep)
     cohort = new_cohort(state, main, rows)
     in_flight = state.num_in_flight + len(cohort.rows)
     predicted = overlap_us(cost, Load.of(main.rows), in_flight)
