@@ -166,6 +166,7 @@ def survives(mutation: Mutation, schedules: int) -> tuple[bool, str]:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         failures = [failure for line in lines for failure in line.get("failures", ())]
+        assert not any("No module" in failure for failure in failures), failures[0]
         assert lines and folder in lines[-1]["package"], f"the copy did not run: {done.stderr}"
         return (
             not failures,
