@@ -4,7 +4,7 @@ A run's length is not known while it runs, and a trace of all of it would not fi
 recorder is active in windows of `iterations` iterations: window after window at first, then at
 starts that grow by a quarter each time. What can no longer lie in the middle is dropped: whatever
 the run's length, at most about 16 windows are held, and the best one begins within about an
-eighth of the middle.
+eighth of the middle. Of each pipeline one example, two iterations in a row, outlives that.
 
 Open the file in chrome://tracing or https://ui.perfetto.dev.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,16 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class TracedIteration:
+    """An iteration that was recorded; times as in `Span`."""
+
+    index: int
+    pipeline: str
+    start_s: float
+    end_s: float
+
+
 class TraceRecorder:
     """Records spans while `active`. `TraceRecorder(0)` never is, and costs one comparison.
 
@@ -44,6 +55,7 @@ class TraceRecorder:
         self._window_start = 0
         self._began_s: dict[int, float] = {}  # recorded iterations, in order
         self._spans: dict[int, list[Span]] = {}
+        self._pipelines: dict[int, str] = {}
         self._current: list[Span] = []
 
     def begin_iteration(self, index: int) -> None:
@@ -61,10 +73,43 @@ class TraceRecorder:
         if self.active:
             self._current = self._spans.setdefault(index, [])
 
+    def tag(self, pipeline: str) -> None:
+        """Says which pipeline the current iteration ran."""
+        if self.active:
+            self._pipelines[self._total - 1] = pipeline
+
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Adds work on `lane` (one of LANES) to the current iteration; args are shown with it."""
         if self.active:
             self._current.append(Span(lane, name, start_s, end_s, args))
+
+    def pipelines(self) -> list[str]:
+        """Of the iterations that are held, in order of appearance."""
+        return list(dict.fromkeys(self._pipelines.values()))
+
+    def example(self, pipeline: str) -> list[TracedIteration]:
+        """Two iterations in a row that ran `pipeline`: with as many kinds of work as possible, and
+        near the run's middle. One where no two in a row are held; none where none is."""
+        candidates = [index for index, ran in self._pipelines.items() if ran == pipeline]
+        if not candidates:
+            return []
+        first = self._best_example(candidates)
+        pair = [index for index in (first, first + 1) if self._pipelines.get(index) == pipeline]
+        spans = [self._iteration_span(index) for index in pair]
+        return [
+            TracedIteration(index, pipeline, span.start_s, span.end_s)
+            for index, span in zip(pair, spans, strict=True)
+        ]
+
+    def spans_between(self, start_s: float, end_s: float) -> list[Span]:
+        """All work that overlaps with an interval, whichever iteration noted it: attention on the
+        CPU is noted when its result is taken, which may be an iteration later."""
+        return [
+            span
+            for spans in self._spans.values()
+            for span in spans
+            if span.end_s > start_s and span.start_s < end_s
+        ]
 
     def recorded_iterations(self) -> range:
         """The iterations that `write` would write: `iterations` of them, nearest the middle."""
@@ -112,9 +157,30 @@ class TraceRecorder:
         """The middle only moves on: of the possible starts before it, the last is enough."""
         middle = (self._total - self._size) / 2
         first_kept = max((s for s in self._possible_starts() if s <= middle), default=0)
-        for table in (self._spans, self._began_s):
-            for index in [index for index in table if index < first_kept]:
+        early: dict[str, list[int]] = {}
+        for index, pipeline in self._pipelines.items():
+            if index < first_kept:
+                early.setdefault(pipeline, []).append(index)
+        examples = {self._best_example(indices) + i for indices in early.values() for i in range(3)}
+        tables: tuple[dict[int, Any], ...] = (self._spans, self._began_s, self._pipelines)
+        for table in tables:
+            for index in [i for i in table if i < first_kept and i not in examples]:
                 del table[index]
+
+    def _best_example(self, candidates: list[int]) -> int:
+        """The first iteration of the pair that is most worth looking at."""
+
+        def worth(first: int) -> tuple[bool, int, bool, float]:
+            pipelines, pair = self._pipelines, (first, first + 1)
+            is_pair = pipelines.get(first) == pipelines.get(first + 1)
+            kinds = [
+                len({(s.lane, s.name, s.args.get("sub_batch")) for s in self._spans.get(i, ())})
+                for i in pair
+            ]
+            is_followed = first + 2 in self._spans  # so that work noted late is there
+            return is_pair, min(kinds), is_followed, -abs(first - self._total / 2)
+
+        return max(candidates, key=worth)
 
     def _iteration_span(self, index: int) -> Span:
         """The whole iteration, around the spans in it; the newest one ends with its last span."""
@@ -122,7 +188,8 @@ class TraceRecorder:
         end = self._began_s.get(index + 1)
         if end is None:
             end = max((span.end_s for span in self._spans[index]), default=start)
-        return Span(SCHEDULER, f"iteration {index}", start, max(start, end), {"iteration": index})
+        args = {"iteration": index, "pipeline": self._pipelines.get(index)}
+        return Span(SCHEDULER, f"iteration {index}", start, max(start, end), args)
 
 
 def _lane_events(lane: str, thread: int) -> list[dict[str, Any]]:

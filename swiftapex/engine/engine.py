@@ -173,6 +173,7 @@ class Engine:
                 cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
                 self._record(plan, result, start, planned, preemptions, cpu_tokens)
             if self._trace is not None:
+                self._trace.tag(plan.pipeline)
                 waiting = self._queue.num_waiting
                 self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
             self.num_iterations += 1

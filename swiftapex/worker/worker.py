@@ -137,7 +137,7 @@ class Worker:
             return StepResult({})
         request_ids = [r for batch, _ in pairs for r in batch.completing]
         indices = [i for batch, _ in pairs for i in batch.token_indices]
-        logits = self._stages.logits(torch.cat([x for _, x in pairs]))
+        logits = self._parts.stages(0).logits(torch.cat([x for _, x in pairs]))
         params = [self._table[request_id].sampling for request_id in request_ids]
         sampled = sample(logits, params, indices)
         self._table.store_tokens(request_ids, sampled.token_ids)
