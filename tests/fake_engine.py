@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from swiftapex.core.errors import EngineError, RequestError
-from swiftapex.core.records import IterationRecord
+from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import FinishReason, Request, SamplingParams
 
 EOS = 2
@@ -90,6 +90,10 @@ class FakeEngine:
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(gpu_blocks_total=64, cpu_blocks_total=128)
+
+    def busy(self) -> BusyTimes:
+        """A quarter of a second per iteration on the GPU side; no CPU side."""
+        return BusyTimes(0.25 * len(self.iterations), None)
 
     def close(self) -> None:
         self.closed = True

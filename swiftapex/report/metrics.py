@@ -13,7 +13,7 @@ from typing import Any
 
 from swiftapex.config.schema import SloConfig, WindowConfig
 from swiftapex.core.records import IterationRecord
-from swiftapex.workloads.replay import RequestOutcome, RunLog
+from swiftapex.workloads.replay import BusySpan, RequestOutcome, RunLog
 
 PIPELINE_NAMES = ("sequential", "asymmetric", "async_overlap", "symmetric")
 
@@ -31,8 +31,9 @@ DEFINITIONS: Mapping[str, str] = {
     "per_token_latency_ms": "e2e / output tokens",
     "per_token_latency_neo_ms": "e2e / (input + output tokens), as the NEO paper defines it",
     "strategy_share": "share of iterations that each pipeline ran",
-    "gpu_busy": "GPU kernel time / wall time",
-    "cpu_busy": "time of CPU attention threads in the kernel / their wall time",
+    "gpu_busy": "time in which the GPU side computed (layer math, attention) / wall time",
+    "cpu_busy": "time in which the CPU side's threads computed attention / wall time; null without "
+    "a CPU side",
     "cpu_token_share": "decodes with their KV on the CPU side / all decodes",
     "prediction_error_p50": "median of |predicted - measured| / measured time of an iteration",
     "slo_attainment": "share of completed requests within all limits of the workload's slo",
@@ -65,8 +66,7 @@ def summarize(
         "requests_per_s": _ratio(len(completed), duration),
         **_latencies(completed),
         "strategy_share": strategy_share(iterations),
-        "gpu_busy": None,
-        "cpu_busy": None,
+        **busy_shares(log.busy),
         "cpu_token_share": cpu_token_share(iterations),
         "prediction_error_p50": prediction_error(iterations),
         "slo_attainment": None if slo is None else _slo_attainment(completed, slo),
@@ -106,6 +106,22 @@ def statistics(values: Iterable[float | None]) -> dict[str, float | None]:
     present = [value for value in values if value is not None]
     mean = sum(present) / len(present) if present else None
     return {"mean": mean} | {f"p{p}": percentile(present, p) for p in (50, 90, 99)}
+
+
+def busy_shares(span: BusySpan | None) -> dict[str, float | None]:
+    """Shares of a run's time in which its sides computed; None for a side not measured."""
+    if span is None:
+        return {"gpu_busy": None, "cpu_busy": None}
+
+    def share(begin_s: float | None, end_s: float | None) -> float | None:
+        if begin_s is None or end_s is None:
+            return None
+        return _ratio(end_s - begin_s, span.end_s - span.begin_s)
+
+    return {
+        "gpu_busy": share(span.begin.gpu_s, span.end.gpu_s),
+        "cpu_busy": share(span.begin.cpu_s, span.end.cpu_s),
+    }
 
 
 def strategy_share(iterations: Sequence[IterationRecord]) -> dict[str, float] | None:

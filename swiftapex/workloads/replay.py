@@ -10,7 +10,7 @@ from typing import Protocol
 
 from swiftapex.config.schema import WorkloadConfig
 from swiftapex.core.errors import EngineError, RequestError
-from swiftapex.core.records import IterationRecord
+from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import FinishReason, Request, SamplingParams
 from swiftapex.workloads.build import WorkItem
 
@@ -38,6 +38,7 @@ class ServingEngine(Protocol):
     def request(self, request_id: int) -> Request: ...
     def step(self) -> list[Request]: ...
     def text(self, request: Request) -> str: ...
+    def busy(self) -> BusyTimes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,16 @@ class RequestOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class BusySpan:
+    """What the sides had computed at two moments, in seconds since the run's first arrival."""
+
+    begin_s: float
+    begin: BusyTimes
+    end_s: float
+    end: BusyTimes
+
+
+@dataclass(frozen=True, slots=True)
 class RunLog:
     """A run, as far as it came. `start_s`: time.perf_counter at the first arrival."""
 
@@ -77,6 +88,7 @@ class RunLog:
     iterations: tuple[IterationRecord, ...]
     interrupted: bool = False  # by Ctrl-C
     error: str | None = None  # the engine could not go on
+    busy: BusySpan | None = None  # over the run, or over its window as far as it came
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,24 @@ class Progress:
 
     ended: int  # requests, failed ones included
     output_tokens: int
+
+
+class _BusyMeter:
+    """Reads the engine's busy times where the measured part of a run begins and ends."""
+
+    def __init__(self, engine: ServingEngine, warmup_s: float) -> None:
+        self._engine = engine
+        self._warmup_s = warmup_s
+        self._begin: tuple[float, BusyTimes] | None = None
+
+    def pass_time(self, now_s: float) -> None:
+        """Call before every iteration."""
+        if self._begin is None and now_s >= self._warmup_s:
+            self._begin = (now_s, self._engine.busy())
+
+    def read(self, now_s: float) -> BusySpan | None:
+        """None where the run ended before it was to be measured."""
+        return None if self._begin is None else BusySpan(*self._begin, now_s, self._engine.busy())
 
 
 @dataclass
@@ -112,15 +142,17 @@ def replay(
     sent = [_prepare(engine, item, workload) for item in items]
     window = workload.window
     limit_s = None if window is None else window.warmup_s + window.measure_s
+    meter = _BusyMeter(engine, 0.0 if window is None else window.warmup_s)
     start_s, interrupted, error = time.perf_counter(), False, None
     try:
-        _serve(engine, sent, start_s, limit_s, report)
+        _serve(engine, sent, start_s, limit_s, meter, report)
     except KeyboardInterrupt:
         interrupted = True
     except EngineError as engine_error:
         error = str(engine_error)
+    busy = meter.read(time.perf_counter() - start_s)
     outcomes = tuple(_outcome(engine, entry, start_s) for entry in sent)
-    return RunLog(start_s, outcomes, tuple(engine.iterations), interrupted, error)
+    return RunLog(start_s, outcomes, tuple(engine.iterations), interrupted, error, busy)
 
 
 def _prepare(engine: ServingEngine, item: WorkItem, workload: WorkloadConfig) -> _Sent:
@@ -154,6 +186,7 @@ def _serve(
     sent: Sequence[_Sent],
     start_s: float,
     limit_s: float | None,
+    meter: _BusyMeter,
     report: Callable[[Progress], None],
 ) -> None:
     pending = deque(entry for entry in sent if entry.error is None)
@@ -162,6 +195,7 @@ def _serve(
         now_s = time.perf_counter() - start_s
         if limit_s is not None and now_s >= limit_s:
             return
+        meter.pass_time(now_s)
         while pending and pending[0].item.arrival_s <= now_s:
             entry = pending.popleft()
             _send(engine, entry, start_s)
