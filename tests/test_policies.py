@@ -10,13 +10,14 @@ from harness import CPU, GPU, STAGING, ConstantCostModel, Harness
 
 import swiftapex
 from swiftapex.core.errors import ConfigError
+from swiftapex.core.plan import Row
 from swiftapex.core.request import Request
 from swiftapex.cost_model import Load, overlap_us
 from swiftapex.policies import POLICIES, make_policy
 from swiftapex.policies.apex import Strategy, select_strategy
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.prefill import overlap_chunk_tokens
-from swiftapex.scheduler.split import choose_split
+from swiftapex.scheduler.split import Split, choose_split, split_wins, trim_swap_out
 
 # L = 4; T_l = 100 µs whatever the rows, T_ga = 0.1 µs and T_ca = 1 µs a token.
 COST = ConstantCostModel(num_layers=4, linear_fixed=100, gpu_token=0.1, cpu_token=1.0)
@@ -56,6 +57,50 @@ def test_split_respects_the_rows_that_fit() -> None:
 def test_without_gpu_rows_all_cpu_decodes_run_in_two_halves() -> None:
     split = choose_split(COST, Load(), [1000] * 6, ROOM)
     assert len(split.picks[0]) == len(split.picks[1]) == 3
+
+
+def test_parked_decodes_count_as_parts_of_tokens_on_both_sides_of_the_choice() -> None:
+    # One GPU row alone: 4 (100 + 1) = 404 µs; with one CPU row more 4 (100 + 101) = 804 µs. Then
+    # 2 / 804 > 1 / 404. With 10 parked, 10 / (L + 1) = 2 tokens a pass: 4 / 804 < 3 / 404.
+    harness = hybrid("neo")
+    requests = fill(harness, 11, output=60)
+    first = harness.state.new_batch()
+    first.add(Row(requests[0].request_id, GPU, 9, None, True))
+    main = Load.of(first.rows)
+    split = Split(((), (0,)), (main, Load(1, 0, 50)))
+    assert split_wins(harness.state, COST, first, split)
+    for request in requests[1:]:
+        request.in_flight = True
+    assert harness.state.num_in_flight == 10
+    assert not split_wins(harness.state, COST, first, split)
+
+
+@pytest.mark.parametrize(
+    ("cpu_first", "cpu_second", "kept"),
+    [
+        (0, 50, 102),  # 100 + p <= 2 (100 + 1)
+        (0, 220, 120),  # 100 + p <= 220: that much hides T_ca1
+        (230, 50, 140),  # T_l1 + T_ga0 = 101 + 140 hides 230, 101 + 102 would not
+    ],
+)
+def test_chunks_of_cpu_prompts_are_trimmed_to_what_hides_cpu_attention(
+    cpu_first: int, cpu_second: int, kept: int
+) -> None:
+    cost = ConstantCostModel(num_layers=4, linear_row=1, prefill_token=1, cpu_token=1)
+    harness = hybrid("neo", cost)
+    request = harness.add(140, 9)
+    assert request is not None
+    harness.state.start(request, STAGING)
+    first = harness.state.new_batch()
+    harness.state.add_chunk(first, request, 140)
+    large = Load(140, 0, cpu_first, ((140, 0),))
+    split = trim_swap_out(
+        harness.state, cost, first, Split(((), (0,)), (large, Load(1, 0, cpu_second)))
+    )
+    (row,) = first.chunks
+    assert row.num_tokens == kept and row.completes == (kept == 140)
+    assert split.loads[0] == Load(kept, 0, cpu_first, ((kept, 0),))
+    assert harness.state.staging_blocks_left == 40 - -(-kept // 4)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +209,55 @@ def test_gpu_decodes_that_find_no_block_demote_the_newest() -> None:
     assert harness.state.num_preemptions == 0 and second.placement is CPU
     harness.drain()
     assert harness.state.num_preemptions == 0
+
+
+def test_promotion_leaves_one_free_block_per_gpu_decode() -> None:
+    # The oldest CPU request owns 6 blocks (21 to 24 tokens); 20 blocks exist. With n GPU requests
+    # of 6 blocks it may come only if 20 - 6 n >= 6 + n + 1: n = 1 (14 >= 8), not n = 2 (8 < 9).
+    harness = hybrid("fixed:symmetric")
+    requests = fill(harness, 4, prompt=20, output=60)
+    while requests[3].num_tokens < 22:
+        harness.step()
+    assert [r.placement for r in requests] == [GPU, GPU, GPU, CPU]
+    harness.abort(0)
+    assert not harness.step().moves
+    harness.abort(1)
+    assert [m.request_id for m in harness.step().moves] == [3]
+    harness.drain()
+
+
+def test_a_younger_request_does_not_take_the_place_that_an_older_one_waits_for() -> None:
+    harness = hybrid("fixed:symmetric")
+    requests = fill(harness, 4, prompt=20, output=60)
+    while requests[3].num_tokens < 22:
+        harness.step()
+    harness.abort(0)  # as above: room for a short prompt, not yet for the older request
+    younger = harness.add(4, 8)
+    assert younger is not None
+    harness.step()
+    assert requests[3].placement is CPU and younger.placement is not GPU
+    harness.drain()
+
+
+def test_the_cpu_keeps_room_for_what_the_gpu_may_demote() -> None:
+    # Three GPU requests own 15 blocks; of 24 CPU blocks half, 12, stay free. A prompt of 5 blocks
+    # starts beside n others if 24 - 5 n >= 5 + n + 12: n = 0 and 1.
+    harness = hybrid("fixed:symmetric", cpu_blocks=24)
+    for _ in range(8):
+        harness.add(20, 20)
+    harness.step()
+    placements = [r.placement for r in harness.queue.running]
+    assert placements == [GPU] * 3 + [CPU] * 2
+    harness.drain()
+
+
+def test_what_could_never_end_on_the_gpu_is_not_promoted() -> None:
+    # 20 + 79 tokens need 25 blocks, 20 exist: it decodes on the CPU, beside an empty GPU.
+    harness = hybrid("neo")
+    (request,) = fill(harness, 1, prompt=20, output=79)
+    assert request.placement is CPU
+    harness.drain()
+    assert harness.state.num_moves == harness.state.num_preemptions == 0
 
 
 def test_one_demotion_serves_all_decodes_that_lack_a_block() -> None:

@@ -56,11 +56,12 @@ def cpu_first(state: SchedulerState) -> Place:
 
 
 def _older_waits(state: SchedulerState, request: Request) -> bool:
-    """Whether an older CPU request at a token boundary would rather be on the GPU."""
+    """Whether an older CPU request that is not in flight would rather be on the GPU; it may have a
+    row in this plan."""
     return any(
         r.placement is Placement.CPU
         and r.request_id < request.request_id
-        and state.is_free(r)
+        and not r.in_flight
         and r.is_decoding
         and state.fits_alone(r, Placement.GPU)
         for r in state.queue.running
