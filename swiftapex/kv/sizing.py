@@ -56,5 +56,3 @@ def kv_sizes(
     staging = min(share * config.num_layers // _STAGING_DEPTH, longest)
     taken = -(-staging * _STAGING_DEPTH // config.num_layers)
     return KVSizes(gpu - taken, cpu, staging, cpu_dtype)
-
-

@@ -78,9 +78,7 @@ class StagedPrefill:
         self._last: list[CopyTicket | None] = [None] * DEPTH  # newest copy from or to a slot
         self._copy_in(0)
 
-    def attend(
-        self, layer: int, backend: Backend, shape: AttentionShape, qkv: Tensor
-    ) -> Tensor:
+    def attend(self, layer: int, backend: Backend, shape: AttentionShape, qkv: Tensor) -> Tensor:
         """One layer: O [tokens, q_heads * head_dim]. Layers must come in order."""
         slot = layer % DEPTH
         if layer + 1 < self._num_layers:
