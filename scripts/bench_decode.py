@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import swiftapex._kernels_cpu as kernels
 import torch
 
-import swiftapex._kernels_cpu as kernels
 from swiftapex import SamplingParams
 from swiftapex.backends.cpu import zeroed_huge_pages
 from swiftapex.backends.threads import cpu_threads
