@@ -12,6 +12,7 @@ from typing import Any
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
 from swiftapex.core.request import Request
+from swiftapex.cost_model import AnalyticCostModel, Rates
 from swiftapex.engine.engine import Engine
 from tests.lanes import LateCopies, LateLane
 from tests.oracle import TransformersOracle, smollm2_gguf, smollm2_oracle
@@ -64,12 +65,14 @@ def random_pools(rng: random.Random) -> Pools:
     whole = -(-MAX_LEN // size)
     gpu, cpu = rng.choice(
         (
+            (whole + 1, whole + 2),
             (whole + 1, 4 * whole),
-            (whole + whole // 2, 2 * whole),
+            (whole + 2, whole // 2),
+            (max(2, whole // 2), whole + 1),
             (max(2, whole // 2), 4 * whole),
-            (2, 3 * whole),
-            (2 * whole, whole // 2),
-            (4 * whole, 4 * whole),
+            (max(2, whole // 3), 4 * whole),
+            (2, 2 * whole),
+            (3 * whole, 3 * whole),
         )
     )
     return Pools(gpu, cpu, size, rng.randint(2, 9), rng.randint(3, 40))
@@ -78,16 +81,29 @@ def random_pools(rng: random.Random) -> Pools:
 def random_workload(rng: random.Random, short: bool = False) -> Workload:
     """Some requests may be too long for the pools: they must be refused, alone."""
     items = []
-    for _ in range(rng.randint(2, 4) if short else rng.randint(4, 10)):
+    for _ in range(rng.randint(3, 5) if short else rng.randint(5, 12)):
         prompt_len = rng.choice((rng.randint(1, 8), rng.randint(1, MAX_LEN // 2)))
-        output_len = rng.randint(1, min(20, MAX_LEN - prompt_len))
+        output_len = rng.randint(1, 12 if short else min(32, MAX_LEN - prompt_len))
         prompt = [rng.randrange(3, 120) for _ in range(prompt_len)]
-        items.append((rng.randint(0, 12), prompt, output_len))
+        items.append((rng.choice((0, 0, rng.randint(1, 12))), prompt, output_len))
     return sorted(items, key=lambda item: item[0])
 
 
+# What policies believe of the machine decides where requests go; it need not be true.
+BELIEFS = (
+    Rates(1e9, 1e9, 1e9, 1e15, stage_us=20.0, task_us=0.0),  # the CPU costs nothing
+    Rates(1e9, 1e9, 1e9, 1e8, stage_us=20.0, task_us=50.0),  # the CPU is soon full
+    Rates(1e9, 1e9, 1e6, 1e15, stage_us=20.0, task_us=0.0),  # GPU attention costs most
+)
+
+
 def small_engine(
-    model: str, pools: Pools, policy: str, args: Mapping[str, Any], late: int | None
+    model: str,
+    pools: Pools,
+    policy: str,
+    args: Mapping[str, Any],
+    late: int | None,
+    rates: Rates = BELIEFS[0],
 ) -> Engine:
     """An engine on the `cpu` backend. late: the seed of lanes that are late on purpose; None: the
     real ones, with threads of their own."""
@@ -101,6 +117,7 @@ def small_engine(
     )
     section = ModelSection(path=str(model_path(model)), dtype="float32")
     engine = Engine(section, config, policy=policy, policy_args=args)
+    engine._cost_model = AnalyticCostModel(engine.model_config, rates, "float32")
     worker = engine._executor._worker
     attention, real_copies = worker._backends.cpu_attention, worker._backends.copies
     if late is not None and attention is not None and real_copies is not None:
@@ -184,7 +201,8 @@ def run_schedule(
     rng = random.Random(seed)
     pools = random_pools(rng)
     workload = random_workload(rng, short=model == "smollm2")
-    engine = small_engine(model, pools, policy, args, seed if late else None)
+    rates = rng.choice(BELIEFS)
+    engine = small_engine(model, pools, policy, args, seed if late else None, rates)
     try:
         run_and_compare(engine, model, workload, rng, tally)
     except Exception as error:
