@@ -26,6 +26,7 @@ from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
 from swiftapex.report.environment import describe_environment
 from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
 from swiftapex.report.progress import ProgressBar
+from swiftapex.report.snapshots import take_snapshots
 from swiftapex.report.table import results_table
 from swiftapex.workloads.build import build_workload, check_workload
 from swiftapex.workloads.replay import replay
@@ -207,7 +208,8 @@ class _Session:
             stats = engine.stats()
         finally:
             engine.close()
-        result = RunResult(plan, log, stats.gpu_blocks_total, stats.cpu_blocks_total)
+        totals = stats.gpu_blocks_total, stats.cpu_blocks_total
+        result = RunResult(plan, log, *totals, take_snapshots(trace))
         write_run(folder, result)
         trace.write(folder / "trace.json")
         return result

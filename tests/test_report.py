@@ -21,13 +21,16 @@ from swiftapex.config.schema import (
     WindowConfig,
     WorkloadConfig,
 )
-from swiftapex.core.records import IterationRecord
+from swiftapex.core.records import BusyTimes, IterationRecord
+from swiftapex.core.trace import Span, TracedIteration
 from swiftapex.report.environment import describe_environment, git_revision
 from swiftapex.report.files import RunResult, create_folder, write_run, write_summary
 from swiftapex.report.html import samples, write_report
 from swiftapex.report.metrics import DEFINITIONS, outputs_sha256, percentile, summarize
+from swiftapex.report.snapshots import Snapshot
 from swiftapex.report.table import duration, results_table
-from swiftapex.workloads.replay import RequestOutcome, RunLog
+from swiftapex.report.words import fastest, what_happened
+from swiftapex.workloads.replay import BusySpan, RequestOutcome, RunLog
 
 START_S = 1000.0  # the engine's clock at the first arrival
 
@@ -100,8 +103,19 @@ def test_summary_by_hand() -> None:
     }
     assert summary["cpu_token_share"] == pytest.approx(5 / 8)
     assert summary["prediction_error_p50"] == pytest.approx(0.1)
-    assert summary["gpu_busy"] is None
+    assert summary["gpu_busy"] is summary["cpu_busy"] is None
     assert summary["slo_attainment"] is None
+
+
+def test_busy_shares_by_hand() -> None:
+    # 2 of 8 s, and 1 of 8 s; counted from where the measured part of the run begins
+    span = BusySpan(2.0, BusyTimes(1.0, 0.5), 10.0, BusyTimes(3.0, 1.5))
+    summary = summarize(replace(LOG, busy=span))
+    assert (summary["gpu_busy"], summary["cpu_busy"]) == (0.25, 0.125)
+    no_cpu_side = replace(span, begin=BusyTimes(1.0, None), end=BusyTimes(3.0, None))
+    summary = summarize(replace(LOG, busy=no_cpu_side))
+    assert (summary["gpu_busy"], summary["cpu_busy"]) == (0.25, None)
+    assert summarize(replace(LOG, busy=replace(span, end_s=2.0)))["gpu_busy"] is None
 
 
 def test_hash_by_hand() -> None:
@@ -161,6 +175,13 @@ def test_percentiles_interpolate() -> None:
     assert percentile([1.0, 2.0, 3.0, 4.0, 5.0], 90) == pytest.approx(4.6)
 
 
+SNAPSHOT = Snapshot(
+    "asymmetric",
+    (TracedIteration(1, "asymmetric", 5.0, 6.0),),
+    (Span("GPU", "pre_attn", 5.0, 5.5, {"layer": 0, "sub_batch": 0}),),
+)
+
+
 def result(name: str = "gpu-only", log: RunLog = LOG, **sweep: Any) -> RunResult:
     plan = RunPlan(
         name=name,
@@ -173,7 +194,7 @@ def result(name: str = "gpu-only", log: RunLog = LOG, **sweep: Any) -> RunResult
         seed=0,
         sweep=sweep,
     )
-    return RunResult(plan, log, gpu_blocks=8, cpu_blocks=16)
+    return RunResult(plan, log, gpu_blocks=8, cpu_blocks=16, snapshots=(SNAPSHOT,))
 
 
 def test_folders_are_never_reused(tmp_path: Path) -> None:
@@ -231,7 +252,12 @@ def test_report_is_one_file_with_plots_samples_and_definitions(tmp_path: Path) -
     text = path.read_text(encoding="utf-8")
     parser = _Tags()
     parser.feed(text)
-    assert parser.tags.count("svg") == 4 + 2 * 2
+    assert parser.tags.count("svg") == 5 + 2 * (3 + 1)
+    assert parser.tags.count("figure") == 2
+    assert "No picture of sequential, mine: none of the traced" in text
+    assert "Asymmetric pipelining (NEO)" in text
+    assert "5 of 8 decoded tokens had their attention on the CPU" in text
+    assert "All 2 runs generated the same tokens." in text
     assert "script" not in parser.tags
     assert all(link is None or link.startswith("#") for link in parser.links)
     for expected in ("1 &lt; 2 &amp; 3", "gpu-only, other", "Run third failed: no", "seed: 0"):
@@ -265,6 +291,26 @@ def test_table_is_readable() -> None:
     assert [duration(value) for value in (None, 0.1234, 99.9, 512.3, 1500)] == [
         "-", "0.123 ms", "99.9 ms", "512 ms", "1.50 s",
     ]  # fmt: skip
+
+
+def test_sentences_about_runs() -> None:
+    assert what_happened([]) == "No iteration ran."
+    assert what_happened(ITERATIONS) == (
+        "Of 4 iterations, 2 ran sequentially, 1 ran with asymmetric pipelining and 1 ran with "
+        "mine; 5 of 8 decoded tokens had their attention on the CPU; no request was moved between "
+        "the sides, no request was preempted."
+    )
+    moved = [iteration(0, 0.0, gpu_decodes=1, moves=2), iteration(1, 1.0, moves=1, preemptions=1)]
+    assert what_happened(moved) == (
+        "Of 2 iterations, 2 ran sequentially; 0 of 1 decoded token had their attention on the CPU; "
+        "requests were moved between the sides 3 times, requests were preempted once."
+    )
+    runs = [result("slow").summary(), result("quick").summary()]
+    runs[1]["output_tokens_per_s"] *= 2
+    assert fastest(runs) == "Fastest: quick with 2.4 output tokens/s: 2.00 times slow."
+    assert fastest(runs[:1]) is None
+    runs[1]["output_tokens_per_s"] = None
+    assert fastest(runs) is None
 
 
 def test_environment_is_described(tmp_path: Path) -> None:

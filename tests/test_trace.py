@@ -52,6 +52,44 @@ def test_written_file_holds_all_lanes_and_the_chosen_spans(tmp_path: Path) -> No
     assert next(e for e in spans if e["name"] == "pre_attn")["args"] == {"layer": 0}
 
 
+def test_iterations_are_tagged_with_their_pipeline(tmp_path: Path) -> None:
+    trace = TraceRecorder(10)
+    for index in range(4):
+        trace.begin_iteration(index)
+        trace.span("GPU", "pre_attn", index, index + 1)
+        trace.tag("asymmetric" if index == 2 else "sequential")
+    trace.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tags = [e["args"] for e in events if str(e["name"]).startswith("iteration")]
+    ran = {tag["iteration"]: tag["pipeline"] for tag in tags}
+    assert ran == {0: "sequential", 1: "sequential", 2: "asymmetric", 3: "sequential"}
+
+
+def test_an_example_of_every_pipeline_outlives_the_windows(tmp_path: Path) -> None:
+    """Asymmetric at the start only: the pair with work on the CPU is kept, with all its work."""
+    trace, most = TraceRecorder(10), 0
+    for index in range(5_000):
+        trace.begin_iteration(index)
+        trace.span("GPU", "pre_attn", index, index + 0.5, sub_batch=0)
+        if index in (3, 4, 5):
+            trace.span("CPU attention", "attend", index - 0.25, index + 0.25, sub_batch=1)
+        trace.tag("asymmetric" if index < 8 else "sequential")
+        most = max(most, len(trace._spans))
+    assert [iteration.index for iteration in trace.example("asymmetric")] == [4, 5]
+    assert [span.name for span in trace.spans_between(4.1, 5.1)] == [
+        "pre_attn", "attend", "pre_attn", "attend",
+    ]  # fmt: skip
+    first, second = trace.example("sequential")
+    assert abs(first.index - 2_500) < 400
+    assert second.index == first.index + 1
+    assert trace.example("symmetric") == []
+    assert trace.pipelines() == ["asymmetric", "sequential"]
+    assert most <= 166
+    chosen = trace.recorded_iterations()
+    assert len(chosen) == 10
+    assert abs(chosen[0] - 2_495) < 400
+
+
 def test_zero_iterations_record_nothing(tmp_path: Path) -> None:
     trace, most = record(100, size=0)
     assert not trace.active

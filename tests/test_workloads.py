@@ -247,3 +247,16 @@ def test_window_ends_the_run() -> None:
     )
     assert [outcome.finish_reason for outcome in log.outcomes] == ["unfinished"] * 3
     assert 0.02 < log.outcomes[0].token_times_s[-1] < 1.0
+    assert log.busy is not None and log.busy.begin.gpu_s is not None
+    assert 0.02 <= log.busy.begin_s < log.busy.end_s
+    assert 0 < log.busy.begin.gpu_s < 0.25 * len(log.iterations)
+    assert log.busy.end.gpu_s == 0.25 * len(log.iterations)
+
+
+def test_busy_times_span_the_run() -> None:
+    workload = synthetic(num_requests=3)
+    log = replay(FakeEngine(), build_workload(workload, 0, 90), workload)
+    assert log.busy is not None
+    assert (log.busy.begin.gpu_s, log.busy.end.gpu_s) == (0.0, 0.25 * 7)
+    assert log.busy.end.cpu_s is None
+    assert log.busy.begin_s < 0.1

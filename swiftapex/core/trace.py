@@ -174,11 +174,15 @@ class TraceRecorder:
             pipelines, pair = self._pipelines, (first, first + 1)
             is_pair = pipelines.get(first) == pipelines.get(first + 1)
             kinds = [
-                len({(s.lane, s.name, s.args.get("sub_batch")) for s in self._spans.get(i, ())})
-                for i in pair
+                {
+                    (span.name, span.args.get("sub_batch"))
+                    for span in self._spans.get(index, ())
+                    if span.lane in (GPU, CPU_ATTENTION)
+                }
+                for index in pair
             ]
             is_followed = first + 2 in self._spans  # so that work noted late is there
-            return is_pair, min(kinds), is_followed, -abs(first - self._total / 2)
+            return is_pair, min(map(len, kinds)), is_followed, -abs(first - self._total / 2)
 
         return max(candidates, key=worth)
 

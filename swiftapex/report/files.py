@@ -15,17 +15,20 @@ import yaml
 from swiftapex.config.load import RunPlan
 from swiftapex.core.records import IterationRecord
 from swiftapex.report.metrics import e2e_ms, summarize, tpot_ms, ttft_ms
+from swiftapex.report.snapshots import Snapshot
 from swiftapex.workloads.replay import RequestOutcome, RunLog
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that was measured. Block totals are those of the engine's two sides."""
+    """A run that was measured. Block totals are those of the engine's two sides; `snapshots` are
+    iterations to make pictures of."""
 
     plan: RunPlan
     log: RunLog
     gpu_blocks: int
     cpu_blocks: int
+    snapshots: tuple[Snapshot, ...] = ()
 
     def summary(self) -> dict[str, Any]:
         """The run's entry in `summary.json`."""

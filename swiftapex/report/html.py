@@ -11,7 +11,9 @@ import jinja2
 from swiftapex.report import plots
 from swiftapex.report.files import RunResult
 from swiftapex.report.metrics import DEFINITIONS
-from swiftapex.report.table import duration, label
+from swiftapex.report.table import duration
+from swiftapex.report.timeline import CAPTIONS, pipeline_picture
+from swiftapex.report.words import fastest, label, same_outputs, what_happened
 
 _SAMPLES = 4
 _DETAILED_RUNS = 12  # runs with plots of their own; a large sweep has more runs than that
@@ -30,14 +32,20 @@ def write_report(
     runs = [result.summary() for result in results]
     loader = jinja2.PackageLoader("swiftapex.report", ".")
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    templates.filters |= {"label": label, "duration": duration, "number": _number}
+    templates.filters |= {
+        "label": label,
+        "duration": duration,
+        "number": _number,
+        "percent": _percent,
+    }
     text = templates.get_template("report.html.jinja").render(
         name=name,
         description=description,
         runs=runs,
         failures=failures,
         summary_plots=_summary_plots(runs, results) if runs else [],
-        details=[(label(r.summary()), _run_plots(r)) for r in results[:_DETAILED_RUNS]],
+        verdicts=[sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence],
+        details=[_details(result) for result in results[:_DETAILED_RUNS]],
         hidden_runs=max(0, len(results) - _DETAILED_RUNS),
         samples=samples(results[:_DETAILED_RUNS]),
         definitions=DEFINITIONS,
@@ -70,10 +78,27 @@ def _summary_plots(
 ) -> list[tuple[str, str]]:
     return [
         ("Throughput", plots.throughput(runs)),
+        ("Pipelines used", plots.pipelines_used(runs)),
         ("Time to first token (TTFT)", plots.latency(runs, "ttft_ms", "TTFT")),
         ("Time per further token (TPOT)", plots.latency(runs, "tpot_ms", "TPOT")),
         ("Tokens over time", plots.tokens_over_time(results[:_DETAILED_RUNS])),
     ]
+
+
+def _details(result: RunResult) -> dict[str, Any]:
+    """The section of one run."""
+    pictured = [snapshot.pipeline for snapshot in result.snapshots]
+    ran = dict.fromkeys(record.pipeline for record in result.log.iterations)
+    return {
+        "title": label(result.summary()),
+        "words": what_happened(result.log.iterations),
+        "plots": _run_plots(result),
+        "pictures": [
+            (CAPTIONS.get(s.pipeline, s.pipeline), plots.figure_svg(pipeline_picture(s)))
+            for s in result.snapshots
+        ],
+        "without_picture": [pipeline for pipeline in ran if pipeline not in pictured],
+    }
 
 
 def _run_plots(result: RunResult) -> list[tuple[str, str]]:
@@ -81,9 +106,14 @@ def _run_plots(result: RunResult) -> list[tuple[str, str]]:
         return []
     return [
         ("Batch composition", plots.batch_composition(result)),
+        ("Requests", plots.requests(result)),
         ("Block use", plots.block_use(result)),
     ]
 
 
 def _number(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"

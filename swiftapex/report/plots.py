@@ -9,10 +9,11 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from swiftapex.core.records import IterationRecord
 from swiftapex.report.files import RunResult
-from swiftapex.report.table import label
+from swiftapex.report.words import label
 
 _MOST_POINTS = 600  # of one curve
 _PERCENTILES = ("p50", "p90", "p99")
@@ -45,6 +46,25 @@ def latency(runs: Sequence[Mapping[str, Any]], metric: str, name: str) -> str:
         axes.legend(_PERCENTILES, loc="best", fontsize="small")
 
     return _svg(draw, height=1.2 + 0.6 * len(runs))
+
+
+def pipelines_used(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Share of iterations per pipeline, a bar per run."""
+
+    def draw(axes: Axes) -> None:
+        shares = [run["strategy_share"] or {} for run in runs]
+        left = [0.0] * len(runs)
+        for name in dict.fromkeys(name for share in shares for name in share if share[name]):
+            widths = [100 * share.get(name, 0.0) for share in shares]
+            axes.barh(range(len(runs)), widths, left=left, label=name)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        axes.set_yticks(range(len(runs)), [label(run) for run in runs])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("% of iterations")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small")
+
+    return _svg(draw, height=1.2 + 0.4 * len(runs))
 
 
 def tokens_over_time(results: Sequence[RunResult]) -> str:
@@ -87,6 +107,36 @@ def batch_composition(result: RunResult) -> str:
     return _svg(draw, height=2.6)
 
 
+def requests(result: RunResult) -> str:
+    """Requests after each iteration by what they are doing, and how many changed sides in it."""
+
+    def draw(axes: Axes) -> None:
+        groups = _groups(result.log.iterations)
+        starts = [group[0].index for group in groups]
+        for name, text in (
+            ("waiting", "waiting"),
+            ("running", "running"),
+            ("parked", "of them parked: decode in flight on the CPU"),
+        ):
+            means = [sum(getattr(r, name) for r in group) / len(group) for group in groups]
+            axes.step(starts, means, where="post", label=text)
+        width = max(len(group) for group in groups)
+        for name, text, sign in (
+            ("moves", "moves", 1),
+            ("preemptions", "preemptions (downwards)", -1),
+        ):
+            counts = [sum(getattr(r, name) for r in group) for group in groups]
+            if any(counts):
+                heights = [sign * count for count in counts]
+                axes.bar(starts, heights, width, align="edge", alpha=0.5, label=text)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("requests")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small")
+
+    return _svg(draw, height=2.6)
+
+
 def block_use(result: RunResult) -> str:
     """Share of KV blocks in use after each iteration, per side that has any."""
 
@@ -121,13 +171,19 @@ def _groups(records: Sequence[IterationRecord]) -> list[Sequence[IterationRecord
 
 
 def _svg(draw: Callable[[Axes], None], height: float, width: float = 7.5) -> str:
-    """An inline <svg> of what `draw` puts into the axes; text stays text."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
+    """An inline <svg> of what `draw` puts into the axes."""
+    with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes)
-        text = io.StringIO()
+    return figure_svg(figure)
+
+
+def figure_svg(figure: Figure) -> str:
+    """An inline <svg>; text stays text."""
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from swiftapex.report.words import fastest, label, same_outputs
+
 _HEADER = (
     "run",
     "requests done",
@@ -23,11 +25,11 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines += [
         "",
-        "Times are medians over the completed requests of a run. CPU share: decode steps whose",
-        "KV cache lies in host memory.",
+        "Times are medians over the completed requests of a run. CPU share: decoded tokens whose",
+        "attention ran on the CPU, over a KV cache in host memory.",
     ]
-    same = _same_outputs(runs)
-    return "\n".join(lines + ([same] if same else []))
+    verdicts = [sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence]
+    return "\n".join([*lines, *([""] if verdicts else []), *verdicts])
 
 
 def duration(milliseconds: float | None) -> str:
@@ -37,12 +39,6 @@ def duration(milliseconds: float | None) -> str:
     if milliseconds >= 1000:
         return f"{milliseconds / 1000:.2f} s"
     return f"{milliseconds:.3g} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"
-
-
-def label(run: Mapping[str, Any]) -> str:
-    """A run's name with its swept values."""
-    values = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in run["sweep"].items())
-    return f"{run['name']} ({values})" if values else str(run["name"])
 
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
@@ -63,13 +59,3 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     """The first column to the left, numbers to the right."""
     first, *rest = zip(row, widths, strict=True)
     return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
-
-
-def _same_outputs(runs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Whether runs of the same requests generated the same tokens; None where it says nothing."""
-    hashes = {run["outputs_sha256"] for run in runs}
-    if len(runs) < 2 or None in hashes or any(run["sweep"] for run in runs):
-        return None
-    if len(hashes) == 1:
-        return f"All {len(runs)} runs generated the same tokens."
-    return "The runs did not all generate the same tokens (outputs_sha256 in summary.json)."
