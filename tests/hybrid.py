@@ -178,7 +178,7 @@ def run_and_compare(
         if unfinished and rng.random() < 0.03:
             engine.abort(rng.choice(unfinished).request_id)
             tally.aborted += 1
-        if not pending and not engine.has_work and not engine.in_flight:
+        if not pending and not engine.has_work:
             break
         engine.step()
         engine._state.check_integrity()

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hybrid import HEADS, STRATEGIES, Tally, run_schedule, strategy
+from swiftapex import SamplingParams
+from tests.hybrid import HEADS, STRATEGIES, Pools, Tally, run_schedule, small_engine, strategy
 from tests.oracle import smollm2_gguf
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -45,3 +46,24 @@ def test_the_random_schedules_reach_everything() -> None:
         run_schedule("mha", *strategy("random", seed), seed, tally)
     assert min(tally.moves, tally.preemptions, tally.refused, tally.aborted) > 0
     assert set(tally.pipelines) == {"sequential", "asymmetric", "async_overlap", "symmetric"}
+
+
+def test_aborting_what_is_in_flight_returns_all_blocks() -> None:
+    """Blocks are free again once abort has returned, though cohorts were out with them."""
+    parked = 0
+    for seed in range(6):
+        pools = Pools(gpu=9, cpu=64, block_size=8, rows=8, chunk=24)
+        engine = small_engine("gqa-3", pools, "fixed:async_overlap", {}, late=seed)
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        ids = [engine.add_request([5, 6, 7 + i], sampling) for i in range(12)]
+        for _ in range(3 + seed):
+            engine.step()
+        parked += engine.stats().parked
+        for request_id in ids:
+            engine.abort(request_id)
+        stats = engine.stats()
+        assert stats.gpu_blocks_free == stats.gpu_blocks_total
+        assert stats.cpu_blocks_free == stats.cpu_blocks_total
+        assert not engine.has_work and stats.parked == 0
+        engine.close()
+    assert parked > 0

@@ -98,11 +98,6 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live)
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether CPU attention is under way, be it for requests that were aborted since."""
-        return self._state.anything_in_flight
-
     def add_request(
         self,
         prompt: str | Sequence[int],
@@ -147,10 +142,16 @@ class Engine:
         return self._live[request_id]
 
     def abort(self, request_id: int) -> None:
-        """Ends a request in whatever state it is; one that has ended already is left alone."""
+        """Ends a request in whatever state it is; one that has ended already is left alone.
+
+        What it has in flight keeps its blocks until it comes back. Where nobody else would run
+        iterations for that, this does.
+        """
         with self._lock:
             if request_id in self._live:
                 self._end(self._live[request_id], FinishReason.ABORT)
+            while not self._live and self._dead is None and self._state.anything_in_flight:
+                self.step()
 
     def step(self) -> list[Request]:
         """Runs one iteration; the requests that gained a token or ended in it.
@@ -331,7 +332,7 @@ class Engine:
 
     def _watch(self, plan: StepPlan) -> None:
         """Raises EngineError after many iterations in a row that computed nothing."""
-        idle = plan.is_empty and not self.in_flight
+        idle = plan.is_empty and not self._state.anything_in_flight
         self._empty_steps = self._empty_steps + 1 if idle and self._live else 0
         if self._empty_steps >= _EMPTY_STEPS:
             heads = [

@@ -8,6 +8,7 @@ consumed once, at the layer where the cohort parked: a stale result cannot be ta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -70,9 +71,11 @@ class ParkedCohorts:
         self._dropped.update(request_ids)
 
     def close(self) -> None:
-        """Waits for all attention in flight, since it reads and writes KV."""
+        """Waits for all attention in flight, since it reads and writes KV. Its results, and what
+        went wrong with it, concern nobody any more."""
         for cohort in self._parked:
-            cohort.ticket.wait()
+            with suppress(Exception):
+                cohort.ticket.wait()
         self._parked.clear()
 
     def _without_dropped(self, cohort: ParkedCohort, output: Tensor) -> tuple[ParkedCohort, Tensor]:
