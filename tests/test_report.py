@@ -302,7 +302,7 @@ def test_sentences_about_runs() -> None:
     )
     moved = [iteration(0, 0.0, gpu_decodes=1, moves=2), iteration(1, 1.0, moves=1, preemptions=1)]
     assert what_happened(moved) == (
-        "Of 2 iterations, 2 ran sequentially; 0 of 1 decoded token had their attention on the CPU; "
+        "2 iterations ran sequentially; 0 of 1 decoded token had their attention on the CPU; "
         "requests were moved between the sides 3 times, requests were preempted once."
     )
     runs = [result("slow").summary(), result("quick").summary()]

@@ -27,15 +27,19 @@ def what_happened(iterations: Sequence[IterationRecord]) -> str:
     if not iterations:
         return "No iteration ran."
     ran = Counter(record.pipeline for record in iterations)
-    pipelines = [f"{count:,} ran {_pipeline(name)}" for name, count in ran.most_common()]
+    if len(ran) == 1:
+        which = f"{counted(len(iterations), 'iteration')} ran {_pipeline(*ran)}"
+    else:
+        counts = [f"{count:,} ran {_pipeline(name)}" for name, count in ran.most_common()]
+        which = f"Of {counted(len(iterations), 'iteration')}, {_and(counts)}"
     on_cpu = sum(record.cpu_decodes for record in iterations)
     decodes = on_cpu + sum(record.gpu_decodes for record in iterations)
     moves = sum(record.moves for record in iterations)
     preemptions = sum(record.preemptions for record in iterations)
     return (
-        f"Of {counted(len(iterations), 'iteration')}, {_and(pipelines)}; "
-        f"{on_cpu:,} of {counted(decodes, 'decoded token')} had their attention on the CPU; "
-        f"{_events(moves, 'moved between the sides')}, {_events(preemptions, 'preempted')}."
+        f"{which}; {on_cpu:,} of {counted(decodes, 'decoded token')} "
+        f"had their attention on the CPU; {_events(moves, 'moved between the sides')}, "
+        f"{_events(preemptions, 'preempted')}."
     )
 
 
@@ -80,4 +84,4 @@ def _events(count: int, what: str) -> str:
 
 
 def _and(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
