@@ -136,7 +136,7 @@ class ReferenceCopies:
 
 
 def split_heads(qkv: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, q_heads + 2 * kv_heads, head_dim] -> q [n, q_heads, .], k [n, kv_heads, .], v likewise."""
+    """[n, q_heads + 2 * kv_heads, head_dim] -> q [n, q_heads, .], k and v [n, kv_heads, .]."""
     first_k, first_v = shape.num_q_heads, shape.num_q_heads + shape.num_kv_heads
     return qkv[:, :first_k], qkv[:, first_k:first_v], qkv[:, first_v:]
 
