@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,16 +179,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--schedules", type=int, default=40)
     parser.add_argument("--only", nargs="+", help="names of mutations")
+    parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     sound, what = survives(NO_BUG, args.schedules)
     assert sound, f"the schedules fail without a bug: {what}"
+    chosen = [m for m in MUTATIONS if not args.only or m.name in args.only]
     survivors = 0
-    for mutation in MUTATIONS:
-        if args.only and mutation.name not in args.only:
-            continue
-        survived, what = survives(mutation, args.schedules)
-        survivors += survived
-        print(json.dumps({"bug": mutation.name, "caught": not survived, "by": what}), flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        outcomes = pool.map(lambda mutation: survives(mutation, args.schedules), chosen)
+        for mutation, (survived, what) in zip(chosen, outcomes, strict=True):
+            survivors += survived
+            line = {"bug": mutation.name, "caught": not survived, "by": what}
+            print(json.dumps(line), flush=True)
     return 1 if survivors else 0
 
 
