@@ -152,6 +152,19 @@ void bind_elementwise(py::module_& module) {
         },
         ReleaseGil(), "y[n, inner] = silu(gate_up[:, :inner]) * gate_up[:, inner:].");
     module.def(
+        "argmax",
+        [](ThreadPool& pool, int dtype, Address x, Address index, Address invalid, Count n,
+           Count dim, Count x_stride) {
+            const ArgmaxArgs args{pointer<const void>(x),
+                                  pointer<int64_t>(index),
+                                  pointer<bool>(invalid),
+                                  n,
+                                  dim,
+                                  x_stride};
+            argmax(pool, dtype_of(dtype), args);
+        },
+        ReleaseGil(), "First index [n] of the largest of each row of x [n, dim]; invalid [n].");
+    module.def(
         "read_stream",
         [](ThreadPool& pool, Address data, Count bytes) {
             return read_stream(pool, pointer<const void>(data), bytes);

@@ -24,7 +24,7 @@ struct LinearArgs {
     int64_t x_stride, weight_stride, residual_stride, y_stride;
 };
 
-// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, for n * heads rows.
+// y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, for n * heads rows. y may be x.
 struct RmsNormArgs {
     const void* x;  // [n, heads, dim]
     const void* weight;
@@ -50,6 +50,15 @@ struct SiluMulArgs {
     int64_t gate_up_stride, y_stride;
 };
 
+// index[n] = the first index of the largest element of each row; 0, and invalid[n] = true, where
+// that is NaN (as it is if any element is) or infinite.
+struct ArgmaxArgs {
+    const void* x;  // [n, dim]
+    int64_t* index;
+    bool* invalid;
+    int64_t n, dim, x_stride;
+};
+
 // Sum of `count` 64-bit words, wrapping; reads every byte once. One partial sum per thread.
 struct ReadStreamArgs {
     const uint64_t* words;
@@ -67,6 +76,7 @@ struct KernelTable {
     void (*rms_norm[kNumDTypes])(const RmsNormArgs&, int thread, int num_threads);
     void (*rope[kNumDTypes])(const RopeArgs&, int thread, int num_threads);
     void (*silu_mul[kNumDTypes])(const SiluMulArgs&, int thread, int num_threads);
+    void (*argmax[kNumDTypes])(const ArgmaxArgs&, int thread, int num_threads);
     void (*read_stream)(const ReadStreamArgs&, int thread, int num_threads);
     // By KV dtype. `scratch`: see paged_decode_attention.cpp, aligned to 64, one per thread. The
     // merge must not begin before every thread has finished its pieces.

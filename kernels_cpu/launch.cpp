@@ -65,6 +65,12 @@ void silu_mul(ThreadPool& pool, DType dtype, const SiluMulArgs& args) {
            [&](int thread, int num_threads) { kernel(args, thread, num_threads); });
 }
 
+void argmax(ThreadPool& pool, DType dtype, const ArgmaxArgs& args) {
+    const auto kernel = active_kernels().argmax[dtype];
+    launch(pool, args.n * args.dim, 0,
+           [&](int thread, int num_threads) { kernel(args, thread, num_threads); });
+}
+
 void norm_linear(ThreadPool& pool, DType dtype, const NormLinearArgs& a) {
     const Buffer normed = buffer(dtype, a.n * a.in);
     rms_norm(pool, dtype,

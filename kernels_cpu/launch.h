@@ -11,6 +11,7 @@ void linear(ThreadPool& pool, DType dtype, const LinearArgs& args);
 void rms_norm(ThreadPool& pool, DType dtype, const RmsNormArgs& args);
 void rope(ThreadPool& pool, DType dtype, const RopeArgs& args);
 void silu_mul(ThreadPool& pool, DType dtype, const SiluMulArgs& args);
+void argmax(ThreadPool& pool, DType dtype, const ArgmaxArgs& args);
 
 // Sequences of the above in one call: between two small kernels a call from Python costs more than
 // the kernels, as reading the weights has just driven the interpreter out of the caches.

@@ -4,6 +4,7 @@
 // include lies in the instruction set's own namespace, and uses no standard library templates.
 #pragma once
 
+#include "kernels_cpu/argmax.h"
 #include "kernels_cpu/convert.h"
 #include "kernels_cpu/elementwise.h"
 #include "kernels_cpu/kernel_table.h"
@@ -24,6 +25,7 @@ const KernelTable* kernels() {
         {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},
         {rope<float>, rope<Half>, rope<BFloat16>},
         {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},
+        {argmax<float>, argmax<Half>, argmax<BFloat16>},
         read_stream,
         {decode_pieces<float>, decode_pieces<Half>, decode_pieces<BFloat16>},
         {decode_merge<float>, decode_merge<Half>, decode_merge<BFloat16>},
