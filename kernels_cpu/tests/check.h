@@ -1,4 +1,5 @@
-// Native tests, for the sanitizers: they run the code without Python around it.
+// Native tests, for the sanitizers and for other architectures: they run the code without Python
+// around it.
 #pragma once
 
 #include <exception>
@@ -63,5 +64,9 @@ void test_thread_pool();
 void test_task_lane();
 void test_attention_runtime();
 void test_copy_blocks();
+void test_layer_math();
+void test_argmax();
+void test_convert();
+void test_decode_attention();
 
 }  // namespace swiftapex::tests

@@ -1,10 +1,24 @@
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 
 #include "kernels_cpu/tests/check.h"
 
-int main() {
+namespace {
+
+// Without names all tests run.
+bool named(const char* test, int count, char** names) {
+    for (int i = 0; i < count; ++i) {
+        if (std::strcmp(names[i], test) == 0) return true;
+    }
+    return count == 0;
+}
+
+}  // namespace
+
+// kernels_cpu_tests [name]...
+int main(int argc, char** argv) {
     using namespace swiftapex::tests;
     struct Test {
         const char* name;
@@ -13,9 +27,15 @@ int main() {
     const Test tests[] = {{"thread_pool", test_thread_pool},
                           {"task_lane", test_task_lane},
                           {"attention_runtime", test_attention_runtime},
-                          {"copy_blocks", test_copy_blocks}};
-    int failed = 0;
+                          {"copy_blocks", test_copy_blocks},
+                          {"layer_math", test_layer_math},
+                          {"argmax", test_argmax},
+                          {"convert", test_convert},
+                          {"decode_attention", test_decode_attention}};
+    int ran = 0, failed = 0;
     for (const Test& test : tests) {
+        if (!named(test.name, argc - 1, argv + 1)) continue;
+        ++ran;
         const auto start = std::chrono::steady_clock::now();
         try {
             test.run();
@@ -27,5 +47,6 @@ int main() {
         std::printf("%s: %.1f s\n", test.name, time.count());
         std::fflush(stdout);
     }
-    return failed == 0 ? 0 : 1;
+    if (ran < argc - 1) std::printf("a name is unknown\n");
+    return failed == 0 && ran >= argc - 1 ? 0 : 1;
 }
