@@ -127,37 +127,39 @@ struct Scores : FmaScores<T> {};
 namespace swiftapex::SWIFTAPEX_ISA {
 #endif
 
-// Attention of a tile's query heads to one block. T: dtype of KV, A: of the
-// activations.
+// Attention of a tile's query heads to one block. T: dtype of KV, A: of the activations.
 template <class T, class A>
 struct BlockRunner {
     const T* k;  // planes [block_size, head_dim]
     const T* v;
-    const T* next;  // the planes that are read after these, or null: this tile
-                    // fetches a part
+    const T* next;  // the planes that are read after these, or null
     int head_dim, tokens;
     float scale;
     int tile, num_tiles;
     float *queries, *values, *maxima, *sums;  // of the tile's first query head
     float* scores;
 
-    Prefetch next_plane(int64_t offset, int steps) const {
-        if (next == nullptr) return Prefetch::over(nullptr, 0, 0);
+    // This tile's part of the planes `far` and `near`; without a next tile only `near` is fetched.
+    Prefetch ahead(const T* far, const T* near, int steps) const {
         const int64_t size = int64_t(tokens) * head_dim;
         const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
-        return Prefetch::over(next + offset + begin, (end - begin) * int64_t(sizeof(T)), steps);
+        return Prefetch::over((next != nullptr ? far : near) + begin, near + begin,
+                              (end - begin) * int64_t(sizeof(T)), steps);
     }
 
     template <int Heads>
     void run() const {
         using Shape = typename Scores<T>::template Shape<Heads>;
         alignas(64) float rescale[Shape::kLanes];
-        const Prefetch next_k = next_plane(0, Scores<T>::template steps<Heads>(head_dim, tokens));
-        const Prefetch next_v = next_plane(v - k, value_steps<Shape>(head_dim, tokens));
-        Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, next_k, scores);
+        const int steps = Scores<T>::template steps<Heads>(head_dim, tokens);
+        const Prefetch while_scoring = ahead(next, v, steps);
+        const Prefetch while_adding =
+            next == nullptr ? Prefetch::none()
+                            : ahead(next + (v - k), next, value_steps<Shape>(head_dim, tokens));
+        Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
         softmax_tokens<Shape>(scores, tokens, Scores<T>::template remaining_scale<Heads>(scale),
                               maxima, sums, rescale);
-        add_values<Shape>(v, head_dim, tokens, scores, rescale, next_v, values,
+        add_values<Shape>(v, head_dim, tokens, scores, rescale, while_adding, values,
                           padded_head_dim(head_dim));
     }
 };

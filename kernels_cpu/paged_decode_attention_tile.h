@@ -41,24 +41,32 @@ struct TileShape {
     }
 };
 
-// Fetches [next, end) line by line, a few at every step of a loop, in ascending
-// order: that is what the hardware's own prefetchers follow. Into the
-// second-level cache, because the first has too few line buffers to keep memory
-// busy while the arithmetic waits for its data.
+// Fetches two stretches of memory line by line, a few at every step of a loop, in ascending order
+// as the hardware's own prefetchers expect it: `far` from memory into the second-level cache, a
+// tile ahead, and `near` from there into the first, a plane ahead. Fetching from memory straight
+// into the first one leaves memory idle: it has too few line buffers for that.
 struct Prefetch {
-    const char* next;
-    const char* end;
-    int bytes_per_step;
+    const char* far;
+    const char* near;
+    int64_t left;  // bytes
+    int64_t bytes_per_step;
 
-    static Prefetch over(const void* begin, int64_t bytes, int steps) {
-        if (begin == nullptr || steps == 0) return {nullptr, nullptr, 0};
-        const char* first = static_cast<const char*>(begin);
-        const int64_t lines = (bytes + 64 * int64_t(steps) - 1) / (64 * int64_t(steps));
-        return {first, first + bytes, int(lines) * 64};
+    static Prefetch none() { return {nullptr, nullptr, 0, 0}; }
+    static Prefetch over(const void* far, const void* near, int64_t bytes, int steps) {
+        if (steps == 0) return none();
+        const int64_t lines_per_step = (bytes + 64 * int64_t(steps) - 1) / (64 * int64_t(steps));
+        return {static_cast<const char*>(far), static_cast<const char*>(near), bytes,
+                64 * lines_per_step};
     }
     void step() {
-        const char* stop = next + bytes_per_step < end ? next + bytes_per_step : end;
-        for (; next < stop; next += 64) prefetch_far(next);
+        const int64_t bytes = bytes_per_step < left ? bytes_per_step : left;
+        for (int64_t i = 0; i < bytes; i += 64) {
+            prefetch_far(far + i);
+            prefetch(near + i);
+        }
+        far += bytes;
+        near += bytes;
+        left -= bytes;
     }
 };
 
