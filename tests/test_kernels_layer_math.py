@@ -1,5 +1,5 @@
-"""linear, rms_norm, rope and silu_mul of the CPU backend against float64, on every available
-instruction set, in all dtypes, with odd sizes, strided inputs and several thread counts."""
+"""linear, rms_norm, rope, silu_mul and argmax of the CPU backend against float64, on every
+available instruction set, in all dtypes, odd sizes, strided inputs, several thread counts."""
 
 from __future__ import annotations
 
@@ -124,6 +124,38 @@ def test_rms_norm_of_heads(isa: str, ops: CpuOps, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 65])
+def test_rms_norm_in_place(isa: str, ops: CpuOps, dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(dim)
+    qkv, weight = torch.randn(5, 9, dim).to(dtype), torch.randn(dim).to(dtype)
+    before, heads = qkv.clone(), qkv[:, 2:7]
+    expected = ops.rms_norm(heads, weight, 1e-6)
+    assert ops.rms_norm(heads, weight, 1e-6, out=heads) is heads
+    assert torch.equal(heads, expected)
+    assert torch.equal(qkv[:, [0, 1, 7, 8]], before[:, [0, 1, 7, 8]])
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.rms_norm(heads, weight, 1e-6, out=qkv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 15, 512, 1029, 5000])
+def test_argmax(isa: str, ops: CpuOps, dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(dim)
+    x = strided(12, dim, dtype=dtype)
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf, 9.0)):
+        x[row, dim // 2] = value
+        x[row + 4, [dim // 2, -1]] = value
+    x[8] = -torch.inf
+    x[9] = -3.0
+    x[10] = -torch.inf
+    x[10, dim // 3] = -5.0
+    indices, invalid = ops.argmax(x)
+    expected_indices, expected_invalid = ReferenceOps().argmax(x)
+    assert torch.equal(indices, expected_indices)
+    assert torch.equal(invalid, expected_invalid)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [2, 32, 64, 80, 128])
 @pytest.mark.parametrize("n", [1, 6, 300])
 def test_rope(isa: str, ops: CpuOps, dtype: torch.dtype, dim: int, n: int) -> None:
@@ -203,6 +235,8 @@ def test_wrong_arguments_are_refused(ops: CpuOps) -> None:
         lambda: ops.ffn(x, norm, 1e-5, w, None, w.T[:, :2].contiguous().half(), None),
         lambda: ops.silu_mul(x[:, :7]),
         lambda: ops.silu_mul(x.int()),
+        lambda: ops.argmax(x.double()),
+        lambda: ops.argmax(x.T),
     ]
     for call in wrong:
         with pytest.raises(ValueError, match="do not fit"):

@@ -40,9 +40,9 @@ class CpuOps:
         """[n] integer ids, [vocab, hidden] -> [n, hidden]; an id out of range is an IndexError."""
         return F.embedding(token_ids, weight)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """x [n, dim] or [n, heads, dim], weight [dim]. The normalised x is rounded to the dtype
-        before it is multiplied by the weight."""
+        before it is multiplied by the weight. out: of the same shape, x itself or apart from it."""
         known = self._weights.get((id(weight), 0)) or self._remember(weight, None)
         shape = x.shape
         dim = shape[-1]
@@ -54,7 +54,14 @@ class CpuOps:
             if x.stride(-1) != 1:
                 reject("rms_norm", x=x, weight=weight)
             x_strides = (x.stride(0), x.stride(1))
-        y = torch.empty(shape, dtype=known.dtype)
+        y_strides = (heads * dim, dim)
+        if out is None:
+            y = torch.empty(shape, dtype=known.dtype)
+        else:
+            y = out
+            if y.dtype is not known.dtype or y.shape != shape or y.stride(-1) != 1 or not y.is_cpu:
+                reject("rms_norm", x=x, weight=weight, out=y)
+            y_strides = (y.stride(0), y.stride(1))
         kernels.rms_norm(
             self._pool,
             known.number,
@@ -65,8 +72,7 @@ class CpuOps:
             heads,
             dim,
             *x_strides,
-            heads * dim,
-            dim,
+            *y_strides,
             eps,
         )
         return y
@@ -254,6 +260,26 @@ class CpuOps:
             self._pool, number, gate_up.data_ptr(), y.data_ptr(), n, inner, stride, inner
         )
         return y
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, dim] -> indices [n] int64, invalid [n] bool; see `Ops.argmax`."""
+        number = DTYPE_NUMBERS.get(x.dtype)
+        n, dim = x.shape
+        if number is None or dim == 0 or not x.is_cpu:
+            reject("argmax", x=x)
+        stride = dim if x.is_contiguous() else row_stride("argmax", x)
+        indices, invalid = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.bool)
+        kernels.argmax(
+            self._pool,
+            number,
+            x.data_ptr(),
+            indices.data_ptr(),
+            invalid.data_ptr(),
+            n,
+            dim,
+            stride,
+        )
+        return indices, invalid
 
     def _remember(self, weight: Tensor, bias: Tensor | None) -> _Weight:
         number = DTYPE_NUMBERS.get(weight.dtype)

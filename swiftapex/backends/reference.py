@@ -17,10 +17,11 @@ class ReferenceOps:
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(token_ids.long(), weight)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         x32 = x.float()
         norm = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return weight * norm.to(x.dtype)
+        y = weight * norm.to(x.dtype)
+        return y if out is None else out.copy_(y)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
@@ -54,6 +55,11 @@ class ReferenceOps:
     ) -> Tensor:
         h = self.silu_mul(self.norm_linear(x, norm, eps, gate_up, gate_up_bias))
         return self.linear(h, down, down_bias, residual=x)
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        largest, indices = x.max(dim=-1)
+        invalid = ~torch.isfinite(largest)
+        return indices.masked_fill_(invalid, 0), invalid
 
 
 class ReferenceBackend:

@@ -20,8 +20,9 @@ class Ops(Protocol):
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """[n] integer ids, [vocab, hidden] -> [n, hidden]."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32.
+        Written to `out` if it is given, which may be x itself."""
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
@@ -52,6 +53,10 @@ class Ops(Protocol):
     ) -> Tensor:
         """x + linear(silu_mul(norm_linear(x, norm, eps, gate_up, gate_up_bias)), down, down_bias)
         as one call. x [n, hidden], gate_up [2 * inner, hidden], down [hidden, inner]."""
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, dim] -> indices [n] int64, the lowest one of each row's largest element, and
+        invalid [n] bool: that element is NaN, as it is if any is, or infinite; the index is 0."""
 
 
 @dataclass(frozen=True, slots=True)

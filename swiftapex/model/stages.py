@@ -37,8 +37,10 @@ class Stages:
         qkv = ops.norm_linear(x, w.attn_norm, c.norm_eps, w.qkv, w.qkv_bias)
         qkv = qkv.view(-1, c.num_qkv_heads, c.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
-            self._norm_heads(qkv[:, : c.num_q_heads], w.q_norm)
-            self._norm_heads(qkv[:, c.num_q_heads : c.num_q_heads + c.num_kv_heads], w.k_norm)
+            q = qkv[:, : c.num_q_heads]
+            k = qkv[:, c.num_q_heads : c.num_q_heads + c.num_kv_heads]
+            ops.rms_norm(q, w.q_norm, c.norm_eps, out=q)  # each head by itself
+            ops.rms_norm(k, w.k_norm, c.norm_eps, out=k)
         ops.rope(qkv[:, : c.num_q_heads + c.num_kv_heads], rotation)
         return qkv
 
@@ -54,8 +56,3 @@ class Stages:
         """x [n, hidden] (only the rows that sample) -> [n, vocab] in the model's dtype."""
         w = self.weights
         return self.ops.norm_linear(x, w.norm, self.config.norm_eps, w.head)
-
-    def _norm_heads(self, heads: Tensor, weight: Tensor) -> None:
-        """RMSNorm of each head of heads [n, k, head_dim], in place."""
-        rows = heads.reshape(-1, self.config.head_dim)
-        heads.copy_(self.ops.rms_norm(rows, weight, self.config.norm_eps).view(heads.shape))
