@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
+from swiftapex import _kernels_cpu as kernels
+from swiftapex.backends.cpu_ops import CpuOps
+from swiftapex.backends.reference import ReferenceOps
 from swiftapex.core.request import SamplingParams as P
-from swiftapex.model.sampling import _mix, sample, uniform
+from swiftapex.model import sampling
+from swiftapex.model.sampling import Argmax, _mix, uniform
+
+sample = partial(sampling.sample, argmax=ReferenceOps().argmax)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def argmax(request: pytest.FixtureRequest) -> Iterator[Argmax]:
+    if request.param == "reference":
+        yield ReferenceOps().argmax
+        return
+    pool = kernels.ThreadPool(2)
+    yield CpuOps(pool).argmax
+    pool.close()
 
 
 def draws(logits: list[float], params: P, n: int) -> list[int]:
@@ -22,10 +40,10 @@ def frequencies(tokens: list[int], vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_greedy_is_the_first_argmax(dtype) -> None:
+def test_greedy_is_the_first_argmax(dtype, argmax) -> None:
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[5, [7, 300, 900]] = 50.0
-    out = sample(logits, [P()] * 64, [0] * 64)
+    out = sample(logits, [P()] * 64, [0] * 64, argmax=argmax)
     assert torch.equal(out.token_ids, logits.argmax(-1))
     assert out.token_ids[5] == 7
     assert not out.invalid.any()
@@ -116,14 +134,14 @@ def test_extreme_temperatures_and_logits() -> None:
     assert set(draws([6e4, -6e4, 0.0], P(temperature=1.0), 50)) == {0}
 
 
-def test_rows_without_a_finite_largest_logit_are_reported() -> None:
+def test_rows_without_a_finite_largest_logit_are_reported(argmax) -> None:
     logits = torch.zeros(5, 10)
     logits[1, 3] = math.nan
     logits[2, :] = -math.inf
     logits[3, 4] = math.inf
     logits[4, 0] = -math.inf
     for params in (P(), P(temperature=1.0, top_p=0.9, top_k=3)):
-        out = sample(logits, [params] * 5, [0] * 5)
+        out = sample(logits, [params] * 5, [0] * 5, argmax=argmax)
         assert out.invalid.tolist() == [False, True, True, True, False]
         assert all(0 <= t < 10 for t in out.token_ids.tolist())
         assert out.token_ids[4] != 0

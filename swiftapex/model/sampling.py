@@ -3,13 +3,16 @@ and the token's index only: never on the batch around it, the device or what was
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from swiftapex.core.request import SamplingParams
+
+# `Ops.argmax`: [n, vocab] -> first index of each row's largest logit; whether that is not finite.
+Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -22,7 +25,10 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], token_indices: Sequence[int]
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    token_indices: Sequence[int],
+    argmax: Argmax,
 ) -> Sampled:
     """logits [n, vocab] of any float type; row i is sampled under params[i], as that request's
     output token number token_indices[i].
@@ -32,8 +38,7 @@ def sample(
     tokens of largest logit (among equals the lower ids), and of those the fewest, largest first,
     whose probability reaches top_p.
     """
-    largest, token_ids = logits.max(dim=-1)
-    invalid = ~torch.isfinite(largest)
+    token_ids, invalid = argmax(logits)
     random_rows = [i for i, p in enumerate(params) if p.temperature > 0]
     for begin in range(0, len(random_rows), _ROWS_AT_ONCE):
         rows = random_rows[begin : begin + _ROWS_AT_ONCE]

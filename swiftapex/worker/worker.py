@@ -139,7 +139,7 @@ class Worker:
         indices = [i for batch, _ in pairs for i in batch.token_indices]
         logits = self._parts.stages(0).logits(torch.cat([x for _, x in pairs]))
         params = [self._table[request_id].sampling for request_id in request_ids]
-        sampled = sample(logits, params, indices)
+        sampled = sample(logits, params, indices, self._stages.ops.argmax)
         self._table.store_tokens(request_ids, sampled.token_ids)
         tokens = dict(zip(request_ids, sampled.token_ids.tolist(), strict=True))
         bad = [request_ids[i] for i in sampled.invalid.nonzero().flatten().tolist()]
