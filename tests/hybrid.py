@@ -189,8 +189,8 @@ def run_and_compare(
         assert request.finish_reason is not None
         assert len(got) == n or request.finish_reason.value == "abort"
     stats = engine.stats()
-    assert stats.gpu_blocks_free == stats.gpu_blocks_total
-    assert stats.cpu_blocks_free == stats.cpu_blocks_total
+    assert stats.gpu_blocks_free == stats.gpu_blocks_total, "GPU blocks leak"
+    assert stats.cpu_blocks_free == stats.cpu_blocks_total, "CPU blocks leak"
     tally.add(engine, [r for r, _ in requests])
 
 

@@ -48,6 +48,30 @@ def test_the_random_schedules_reach_everything() -> None:
     assert set(tally.pipelines) == {"sequential", "asymmetric", "async_overlap", "symmetric"}
 
 
+def test_the_last_request_ends_while_an_aborted_one_is_in_flight() -> None:
+    """Then nobody runs iterations any more, and blocks must be free all the same."""
+    left = 0
+    for seed in range(8):
+        pools = Pools(gpu=9, cpu=64, block_size=8, rows=8, chunk=24)
+        engine = small_engine("gqa-3", pools, "fixed:async_overlap", {}, late=seed)
+        ids = [
+            engine.add_request([5, 6, 7 + i], SamplingParams(max_tokens=n, ignore_eos=True))
+            for i, n in enumerate((8, *(30,) * 9))
+        ]
+        while any(not r.output_ids for r in engine._live.values()):
+            engine.step()
+        for request_id in ids[1:]:
+            engine.abort(request_id)
+        left += len(engine._state._draining)
+        while engine.has_work:
+            engine.step()
+        stats = engine.stats()
+        assert stats.gpu_blocks_free == stats.gpu_blocks_total
+        assert stats.cpu_blocks_free == stats.cpu_blocks_total
+        engine.close()
+    assert left > 0
+
+
 def test_aborting_what_is_in_flight_returns_all_blocks() -> None:
     """Blocks are free again once abort has returned, though cohorts were out with them."""
     parked = 0

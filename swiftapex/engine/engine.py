@@ -144,14 +144,12 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """Ends a request in whatever state it is; one that has ended already is left alone.
 
-        What it has in flight keeps its blocks until it comes back. Where nobody else would run
-        iterations for that, this does.
+        What it has in flight keeps its blocks until that has come back.
         """
         with self._lock:
             if request_id in self._live:
                 self._end(self._live[request_id], FinishReason.ABORT)
-            while not self._live and self._dead is None and self._state.anything_in_flight:
-                self.step()
+            self._drain()
 
     def step(self) -> list[Request]:
         """Runs one iteration; the requests that gained a token or ended in it.
@@ -161,24 +159,8 @@ class Engine:
         """
         with self._lock:
             self._check_alive()
-            if self._trace is not None:
-                self._trace.begin_iteration(self.num_iterations)
-            start = time.perf_counter()
-            preemptions, cpu_tokens = self._state.num_preemptions, self._cpu_decoded_tokens
-            plan = self._policy.plan(self._state, self._cost_model)
-            planned = time.perf_counter()
-            result = self._execute(plan)
-            changed = self._apply(plan, result)
-            if self._keep_iterations:
-                preemptions = self._state.num_preemptions - preemptions
-                cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
-                self._record(plan, result, start, planned, preemptions, cpu_tokens)
-            if self._trace is not None:
-                self._trace.tag(plan.pipeline)
-                waiting = self._queue.num_waiting
-                self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
-            self.num_iterations += 1
-            self._watch(plan)
+            changed = self._iterate()
+            self._drain()
             return changed
 
     def step_for(self, request: Request, seen: int) -> None:
@@ -233,6 +215,33 @@ class Engine:
             if self._dead != "closed":
                 self._dead = "closed"
                 self._executor.close()
+
+    def _iterate(self) -> list[Request]:
+        if self._trace is not None:
+            self._trace.begin_iteration(self.num_iterations)
+        start = time.perf_counter()
+        preemptions, cpu_tokens = self._state.num_preemptions, self._cpu_decoded_tokens
+        plan = self._policy.plan(self._state, self._cost_model)
+        planned = time.perf_counter()
+        result = self._execute(plan)
+        changed = self._apply(plan, result)
+        if self._keep_iterations:
+            preemptions = self._state.num_preemptions - preemptions
+            cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
+            self._record(plan, result, start, planned, preemptions, cpu_tokens)
+        if self._trace is not None:
+            self._trace.tag(plan.pipeline)
+            waiting = self._queue.num_waiting
+            self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
+        self.num_iterations += 1
+        self._watch(plan)
+        return changed
+
+    def _drain(self) -> None:
+        """Once no request is left, brings back what aborted ones still have in flight, since nobody
+        else would run iterations for that: an engine without work owns no blocks."""
+        while not self._live and self._dead is None and self._state.anything_in_flight:
+            self._iterate()
 
     def _check_alive(self) -> None:
         if self._dead is not None:
