@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,9 +21,22 @@ THREADS = (1, 2, 7, 17)
 MAP_PRIVATE_UNRESERVED = mmap.MAP_PRIVATE | 0x4000  # MAP_NORESERVE, which Python lacks
 
 
-@functools.cache
+POOLS: dict[int, kernels.ThreadPool] = {}
+
+
 def pool(num_threads: int) -> kernels.ThreadPool:
-    return kernels.ThreadPool(num_threads)
+    """One per size for the whole file: most tests are shorter than starting threads."""
+    if num_threads not in POOLS:
+        POOLS[num_threads] = kernels.ThreadPool(num_threads)
+    return POOLS[num_threads]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    for each in POOLS.values():
+        each.close()
+    POOLS.clear()
 
 
 @pytest.fixture(params=ISAS)
