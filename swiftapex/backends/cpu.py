@@ -16,6 +16,9 @@ from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
 _HUGE_PAGE = 2 * 1024 * 1024  # bytes
+_SPIN_US = (
+    200  # between two kernels of a pass Python runs, often longer than the pool's default spin
+)
 
 
 class CpuBackend:
@@ -25,7 +28,7 @@ class CpuBackend:
     the native kernels of a decode step would need. The process's own setting returns on close."""
 
     def __init__(self, threads: ThreadPlan) -> None:
-        self._pool = kernels.ThreadPool(threads.count, list(threads.cpus))
+        self._pool = kernels.ThreadPool(threads.count, list(threads.cpus), spin_us=_SPIN_US)
         self._torch_threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
         self._ops = CpuOps(self._pool)

@@ -50,6 +50,8 @@ class ParkedCohorts:
     def rejoin(self, layer: int) -> Iterator[tuple[ParkedCohort, Tensor]]:
         """The cohorts parked at `layer` whose result is there, and O [rows, q_heads * head_dim].
         Never blocks on a ticket, but waits until the device is near enough for the question."""
+        if not self._parked:
+            return
         here = [cohort for cohort in self._parked if cohort.layer == layer]
         if here:
             self._launch_ahead.wait_until_near(layer)
