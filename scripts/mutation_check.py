@@ -141,8 +141,8 @@ MUTATIONS = (
     Mutation(
         "a rejoining cohort keeps the rotation of the rows before it",
         "pipelines/walk.py",
-        "_cat([b.rotation for b in batches])",
-        "_cat([b.rotation for b in batches]).roll(1, 0)",
+        "_cat([batch.rotation for batch in self._batches()])",
+        "_cat([batch.rotation for batch in self._batches()]).roll(1, 0)",
     ),
 )
 

@@ -37,6 +37,10 @@ class ParkedCohorts:
         self._parked: list[ParkedCohort] = []
         self._dropped: set[int] = set()
 
+    def __bool__(self) -> bool:
+        """Whether any cohort is parked."""
+        return bool(self._parked)
+
     @property
     def request_ids(self) -> frozenset[int]:
         """Requests in flight. Those that were dropped count until their cohort rejoins."""
@@ -50,8 +54,6 @@ class ParkedCohorts:
     def rejoin(self, layer: int) -> Iterator[tuple[ParkedCohort, Tensor]]:
         """The cohorts parked at `layer` whose result is there, and O [rows, q_heads * head_dim].
         Never blocks on a ticket, but waits until the device is near enough for the question."""
-        if not self._parked:
-            return
         here = [cohort for cohort in self._parked if cohort.layer == layer]
         if here:
             self._launch_ahead.wait_until_near(layer)

@@ -47,28 +47,33 @@ class Walk:
         the sub-batch's ticket is waited for in `post`."""
         if self._x is None:
             return
-        batches = self._batches()
-        qkv = self._stages.pre_attn(layer, self._x, _cat([b.rotation for b in batches]))
-        begin = self._main.num_tokens if self._main is not None else 0
-        mine = slice(0, begin)
-        for rider in self._riders:
+        main, riders = self._main, self._riders
+        if not riders and main is not None:
+            qkv = self._stages.pre_attn(layer, self._x, main.rotation)
+            self._ticket = self._attention.submit(layer, main, qkv)
+            return
+        rotation = _cat([batch.rotation for batch in self._batches()])
+        qkv = self._stages.pre_attn(layer, self._x, rotation)
+        mine = slice(0, main.num_tokens if main is not None else 0)
+        begin = mine.stop
+        for rider in riders:
             rows = slice(begin, begin + rider.num_tokens)
             self._parked.park(layer, rider, self._x[rows], qkv[rows])
             begin = rows.stop
         self._riders = []
-        self._x = self._x[mine] if self._main is not None else None
-        if self._main is not None:
-            self._ticket = self._attention.submit(layer, self._main, qkv[mine])
+        self._x = self._x[mine] if main is not None else None
+        if main is not None:
+            self._ticket = self._attention.submit(layer, main, qkv[mine])
 
     def post(self, layer: int) -> None:
         """Waits for the sub-batch's attention, takes in the cohorts parked here whose ticket is
         ready, and runs the post-projection for all of them."""
         outputs, residuals = [], []
-        if self._main is not None and self._ticket is not None and self._x is not None:
+        if self._ticket is not None and self._x is not None:
             outputs.append(self._ticket.wait())
             residuals.append(self._x)
             self._ticket = None
-        if self._with_riders:
+        if self._with_riders and self._parked:
             for cohort, o in self._parked.rejoin(layer):
                 self._riders.append(cohort.batch)
                 outputs.append(o)

@@ -39,8 +39,11 @@ class Binder:
         ends = np.cumsum(lens)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lens), lens)
         prompt_lens = np.array([table[row.request_id].prompt_len for row in rows], dtype=np.int64)
-        # The prompt is rotated as a whole; a generated token as the newest one (dynamic RoPE).
-        rope_lengths = np.maximum(positions + 1, np.repeat(prompt_lens, lens))
+        rope_lengths = None
+        if self._stages.rope.needs_lengths:
+            # The prompt is rotated as a whole; a generated token as the newest one.
+            longest = np.maximum(positions + 1, np.repeat(prompt_lens, lens))
+            rope_lengths = torch.from_numpy(longest)
         contexts = starts + lens
         kinds = [row_order(row) for row in rows]
         assert kinds == sorted(kinds), "rows of one attention call must lie side by side"
@@ -49,9 +52,7 @@ class Binder:
         return BoundBatch(
             request_ids=tuple(row.request_id for row in rows),
             token_ids=self._token_ids(rows, starts),
-            rotation=self._stages.rotation(
-                torch.from_numpy(positions), torch.from_numpy(rope_lengths)
-            ),
+            rotation=self._stages.rotation(torch.from_numpy(positions), rope_lengths),
             gpu=self._attention(rows[: bounds[2]]),
             staged=self._staged(rows[bounds[2] : bounds[3]]),
             cpu=self._attention(rows[bounds[3] :]),
