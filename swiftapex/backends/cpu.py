@@ -16,9 +16,9 @@ from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
 _HUGE_PAGE = 2 * 1024 * 1024  # bytes
-_SPIN_US = (
-    200  # between two kernels of a pass Python runs, often longer than the pool's default spin
-)
+_WEIGHT_CHUNK = 64 * 1024 * 1024  # bytes taken from the system at once for small weights
+_WEIGHT_ALIGNMENT = 64  # bytes
+_SPIN_US = 200  # Python often takes longer between two kernels than the pool spins by default
 
 
 class CpuBackend:
@@ -34,6 +34,7 @@ class CpuBackend:
         self._ops = CpuOps(self._pool)
         self.ops: Ops = self._ops
         self._planned: PlannedDecodes | None = None
+        self._weight_room = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
@@ -42,6 +43,16 @@ class CpuBackend:
         is first written. It is given back with the last reference to the tensor."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         return zeroed_huge_pages(size, dtype)
+
+    def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """From 2 MiB pages that weights share: reading them all in a pass then costs few address
+        translations. Given back with the last weight in them."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        padded = -(-size // _WEIGHT_ALIGNMENT) * _WEIGHT_ALIGNMENT
+        if padded > self._weight_room.numel():
+            self._weight_room = zeroed_huge_pages((max(padded, _WEIGHT_CHUNK),), torch.uint8)
+        memory, self._weight_room = self._weight_room[:padded], self._weight_room[padded:]
+        return memory[:size].view(dtype).view(shape)
 
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor

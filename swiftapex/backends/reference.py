@@ -74,6 +74,9 @@ class ReferenceBackend:
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         return torch.zeros(size, dtype=dtype)
 
+    def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:

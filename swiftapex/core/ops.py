@@ -102,6 +102,9 @@ class Backend(Protocol):
     ) -> Tensor:
         """[num_layers, num_blocks, kv_heads, 2, block_size, head_dim], zeroed lazily or not."""
 
+    def allocate_weight(self, shape: tuple[int, ...], dtype: torch_dtype) -> Tensor:
+        """Memory for a weight, not filled, where this backend reads it best."""
+
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:

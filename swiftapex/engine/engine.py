@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -252,7 +253,9 @@ class Engine:
             return self._executor.execute(plan)
         except Exception as error:
             self._fail(f"broken: {type(error).__name__}: {error}")
-            raise EngineError(f"an iteration failed: {error}") from error
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            raise EngineError(f"an iteration failed: {what}") from error
 
     def _fail(self, reason: str) -> None:
         self._dead = reason

@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 from swiftapex.model.config import ModelConfig
-from swiftapex.model.weights import LayerWeights, ModelWeights
+from swiftapex.model.weights import Allocate, LayerWeights, ModelWeights
 
 _POOL = 4_194_301  # a prime: no matrix's rows repeat within it
 _STRIDE = 1_000_003  # each matrix starts this much further in the pool
 
 
 def dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    allocate: Allocate | None = None,
 ) -> ModelWeights:
     """Random weights, the same for the same seed and dtype.
 
@@ -31,7 +35,10 @@ def dummy_weights(
         bound = (3.0 / columns) ** 0.5
         tile = (pool.roll(-begin) * bound).to(dtype)
         begin = (begin + _STRIDE) % _POOL
-        out = torch.empty(rows * columns, dtype=dtype, device=device)
+        if allocate is None:
+            out = torch.empty(rows * columns, dtype=dtype, device=device)
+        else:
+            out = allocate((rows * columns,), dtype)
         for piece in torch.split(out, _POOL):
             piece.copy_(tile[: len(piece)])
         return out.view(rows, columns)

@@ -17,7 +17,7 @@ from torch import Tensor
 from swiftapex.core.errors import ModelLoadError
 from swiftapex.model.checkpoint import TensorSource
 from swiftapex.model.config import DTYPE_BYTES, ModelConfig
-from swiftapex.model.weights import LayerWeights, ModelWeights
+from swiftapex.model.weights import Allocate, LayerWeights, ModelWeights
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     only_layers: int | None = None,
+    allocate: Allocate | None = None,
 ) -> ModelWeights:
     """All weights in `dtype` on `device`. only_layers: the checkpoint may hold more layers than
     `config`, cut to that many. Raises ModelLoadError naming a tensor that is missing, unexpected,
@@ -67,7 +68,7 @@ def load_weights(
             f"tensor {_HEAD} is missing, and config.json says that it is not tied to the embedding"
         )
     _check(config, source, has_head, only_layers)
-    reader = _Reader(source, dtype, device)
+    reader = _Reader(source, dtype, device, allocate)
     embedding = reader.fused([_EMBEDDING])
     layers = tuple(_load_layer(config, reader, layer) for layer in range(config.num_layers))
     head = reader.fused([_HEAD]) if has_head else embedding
@@ -146,15 +147,22 @@ class _Reader:
     """Copies tensors of a source into new ones of one dtype on one device."""
 
     def __init__(
-        self, source: TensorSource, dtype: torch.dtype, device: torch.device | str
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        allocate: Allocate | None,
     ) -> None:
-        self.source, self.dtype, self.device = source, dtype, device
+        self.source, self.dtype = source, dtype
+        self.allocate = allocate or (
+            lambda shape, kind: torch.empty(shape, dtype=kind, device=device)
+        )
 
     def fused(self, names: Sequence[str]) -> Tensor:
         """The tensors `names`, one under the other."""
         shapes = [self.source.shape(n) for n in names]
         rows = [s[0] for s in shapes]
-        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        out = self.allocate((sum(rows), *shapes[0][1:]), self.dtype)
         for name, part in zip(names, torch.split(out, rows), strict=True):
             part.copy_(self.source.tensor(name))
             narrowed = self.dtype == torch.float16 and self.source.dtype(name) != "float16"

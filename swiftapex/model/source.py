@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from swiftapex.model.checkpoint import TensorSource
     from swiftapex.model.tokenizer import Tokenizer
-    from swiftapex.model.weights import ModelWeights
+    from swiftapex.model.weights import Allocate, ModelWeights
 
 
 class ModelSettings(Protocol):
@@ -74,18 +74,23 @@ class ModelSource:
         return self._tokenizer
 
     def load(
-        self, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
+        self,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        allocate: Allocate | None = None,
     ) -> ModelWeights:
-        """All weights (dtype None: `self.dtype`). Raises ModelLoadError naming file and tensor."""
+        """All weights (dtype None: `self.dtype`), the large ones in memory from `allocate` (None:
+        torch's, on `device`). Raises ModelLoadError naming file and tensor."""
         kind = as_torch_dtype(dtype or self.dtype)
         config = with_layers(self._file_config(), self._num_layers)
         if self._settings.weights == "dummy":
             from swiftapex.model.dummy import dummy_weights
 
-            return dummy_weights(config, kind, device, self._seed)
+            return dummy_weights(config, kind, device, self._seed, allocate)
         from swiftapex.model.load import load_weights
 
-        return load_weights(config, self._tensors(), kind, device, self._num_layers)
+        tensors = self._tensors()
+        return load_weights(config, tensors, kind, device, self._num_layers, allocate)
 
     @property
     def _num_layers(self) -> int | None:

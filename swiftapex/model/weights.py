@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Memory for a weight of this shape and dtype, where the backend reads it best."""
 
 
 @dataclass(frozen=True, slots=True)

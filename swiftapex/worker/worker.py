@@ -50,7 +50,7 @@ class Worker:
         self._backends = make_backends(engine, with_cpu_side=sizes.cpu_blocks > 0)
         gpu = self._backends.gpu
         try:
-            weights = source.load(dtype)
+            weights = source.load(dtype, allocate=gpu.allocate_weight)
             self._store = KVStore(shape, config.num_layers)
             self._store.allocate(Placement.GPU, gpu, sizes.gpu_blocks, dtype)
             if sizes.cpu_blocks:
