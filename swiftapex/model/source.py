@@ -205,7 +205,7 @@ def find_model(path: str) -> Path:
     if not path.startswith("package:"):
         found = Path(path).expanduser()
         if not found.exists():
-            raise ModelLoadError(f"{path}: no such file or folder")
+            raise ModelLoadError(f"{path}: no such file or folder (models are not downloaded)")
         return found
     name = path.removeprefix("package:")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None  # does not import it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ FIXED_PREFIX = "fixed:"
 
 def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
     """The policy `name` (`fixed:<pipeline>` and dotted paths included), built with `args`."""
-    args = dict(args or {})
+    args, asked = dict(args or {}), dict(args or {})
+    shown = name
     if name.startswith(FIXED_PREFIX):
         args["pipeline"] = name.removeprefix(FIXED_PREFIX)
         name = "swiftapex.policies.fixed:Fixed"
@@ -30,4 +32,6 @@ def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
     try:
         return policy_class(**args)  # type: ignore[no-any-return]
     except TypeError as error:
-        raise ConfigError(f"policy {name!r} does not take {args}: {error}") from error
+        known = [p for p in inspect.signature(policy_class).parameters if p != "pipeline"]
+        takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+        raise ConfigError(f"policy {shown!r} does not take {asked}: {takes}") from error

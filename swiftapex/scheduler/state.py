@@ -104,6 +104,18 @@ class SchedulerState:
         """Blocks of the largest request that can be started."""
         return max(self._capacity(Placement.GPU), self._capacity(Placement.STAGING))
 
+    @property
+    def capacity_words(self) -> str:
+        """What there is, for a message that says that it is too little."""
+        gpu = self.blocks.num_total(Placement.GPU)
+        cpu = self.blocks.num_total(Placement.CPU)
+        if not cpu:
+            return f"{gpu} exist"
+        return (
+            f"and the GPU has {gpu}; the CPU has {cpu}, but a prompt goes there through a staging "
+            f"area of {self.limits.staging_blocks}, which grows with gpu.kv_tokens"
+        )
+
     def _capacity(self, placement: Placement) -> int:
         total = self.blocks.num_total(placement.side)
         return min(total, self.limits.staging_blocks) if placement is Placement.STAGING else total
