@@ -8,13 +8,15 @@ import random
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from swiftapex import LLM, SamplingParams
-from swiftapex.config.schema import EngineConfig, GpuConfig, ModelSection
+from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import FinishReason, Placement, Request
+from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.engine import Engine
 from swiftapex.policies.base import Policy
 from swiftapex.scheduler.state import SchedulerState
@@ -300,3 +302,66 @@ def test_engines_one_after_another_leave_no_memory_and_no_thread() -> None:
         threads.append(native_threads())
     assert threads[-1] == threads[0]
     assert sizes[-1] - sizes[0] < 100e6, sizes
+
+
+def test_an_interrupted_iteration_ends_the_engine_rather_than_giving_wrong_tokens() -> None:
+    """The worker may have run ahead of the books: nothing that follows could be trusted."""
+    for policy in ("gpu_only", "fastdecode"):
+        engine = make_engine(policy=policy)
+        request = engine.request(engine.add_request([5, 9, 17], SamplingParams(max_tokens=20)))
+        engine.step()
+        execute = engine._executor.execute
+
+        def interrupted(plan: StepPlan, execute: object = execute) -> None:
+            execute(plan)  # type: ignore[operator]
+            raise KeyboardInterrupt
+
+        engine._executor.execute = interrupted  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert request.finish_reason is FinishReason.ERROR
+        with pytest.raises(EngineError, match="interrupted by KeyboardInterrupt"):
+            engine.step()
+        engine.close()
+
+
+def test_wrongly_typed_parameters_are_refused_alone() -> None:
+    with LLM(TINY.model_dump(), device="reference") as llm:
+        good = SamplingParams(max_tokens=3)
+        bad = [
+            SamplingParams(temperature=1, seed=1.5),  # type: ignore[arg-type]
+            SamplingParams(temperature="0.5"),  # type: ignore[arg-type]
+            SamplingParams(max_tokens=float("nan")),  # type: ignore[arg-type]
+            SamplingParams(max_tokens=None),  # type: ignore[arg-type]
+            SamplingParams(top_k=10**400),
+            SamplingParams(stop=(5,)),  # type: ignore[arg-type]
+        ]
+        outputs = llm.generate([[5, 6]] * 7, [good, *bad])
+        assert outputs[0].finish_reason == "length"
+        assert all(o.finish_reason == "error" and o.error for o in outputs[1:])
+        stats = llm.stats()
+        assert stats.waiting == stats.running_gpu == 0
+        seeded = SamplingParams(temperature=1, seed=np.int64(5), max_tokens=3)
+        assert llm.generate([[5]], seeded)[0].finish_reason == "length"
+
+
+def test_settings_that_nothing_heeds_are_refused() -> None:
+    for config in (
+        {"tensor_parallel_size": 2},
+        {"gpu": {"memory": "1MB"}},
+        {"cpu": {"mlock": True}},
+    ):
+        with pytest.raises(ConfigError, match="not supported yet"):
+            LLM(TINY.model_dump(), **config)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_traces_of_cpu_decodes_with_any_block_size(block_size: int) -> None:
+    trace = TraceRecorder(10)
+    config = EngineConfig(
+        block_size=block_size, gpu=GpuConfig(kv_tokens=256), cpu=CpuConfig(kv_tokens=1024)
+    )
+    engine = Engine(TINY, config, policy="fastdecode", trace=trace)
+    run_all(engine, [[i + 5, 6] for i in range(6)], [SamplingParams(max_tokens=4)] * 6)
+    assert engine.stats().cpu_decoded_tokens > 0
+    engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from dataclasses import dataclass, field
 
 from swiftapex.core.errors import RequestError
@@ -39,6 +40,15 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "seed": (int, type(None)),
+    "max_tokens": (int,),
+}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends.
@@ -57,15 +67,25 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in ("top_k", "seed", "max_tokens"):
+            value = getattr(self, name)
+            if hasattr(value, "__index__") and not isinstance(value, bool):
+                object.__setattr__(self, name, operator.index(value))  # numpy's integers too
 
     def check(self) -> None:
-        """Raise RequestError naming the first field that is out of range."""
+        """Raise RequestError naming the first field that is of a wrong type or out of range."""
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise RequestError(f"{name} is of a wrong type: {value!r}")
+        if not all(isinstance(s, str) for s in self.stop):
+            raise RequestError(f"stop strings must be texts, got {self.stop!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RequestError(f"temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k < 0:
+        if not 0 <= self.top_k < 2**31:
             raise RequestError(f"top_k must be >= 0 (0: all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}")

@@ -44,6 +44,7 @@ def fit_sampling(
     if needed > state.most_blocks:
         raise RequestError(
             f"the request can never fit: {prompt_len} prompt tokens and up to {max_tokens} new "
-            f"ones need {needed} KV blocks of {state.blocks.block_size} tokens, {state.capacity_words}"
+            f"ones need {needed} KV blocks of {state.blocks.block_size} tokens, "
+            f"{state.capacity_words}"
         )
     return dataclasses.replace(sampling, max_tokens=max_tokens)

@@ -67,6 +67,7 @@ class Engine:
         trace: TraceRecorder | None = None,
         keep_iterations: bool = True,
     ) -> None:
+        _check_supported(engine)
         self._policy = make_policy(policy, policy_args)
         source = open_model(model)
         self.model_config = source.config
@@ -99,7 +100,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live)
 
-    def add_request(
+    def add_request(self, *args: Any, **kwargs: Any) -> int:
+        """As `add`, but returns the request's id."""
+        return self.add(*args, **kwargs).request_id
+
+    def add(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -107,8 +112,8 @@ class Engine:
         chat: bool = False,
         arrival_s: float | None = None,
         stream: bool = False,
-    ) -> int:
-        """Queues a request and returns its id.
+    ) -> Request:
+        """Queues a request and returns it.
 
         prompt: text, or token ids. chat: wrap text in the model's chat template. stream: keep the
         text as it grows, for `text_stream`. RequestError where the request is not acceptable.
@@ -128,7 +133,7 @@ class Engine:
             self._queue.add(request)
             if self.tokenizer is not None and (stream or sampling.stop):
                 self._streams[request_id] = TextStream(self.tokenizer, sampling.stop)
-            return request_id
+            return request
 
     def encode(self, prompt: str | Sequence[int], chat: bool = False) -> Sequence[int]:
         """Token ids of a text (ids are returned as they are)."""
@@ -160,7 +165,7 @@ class Engine:
         """
         with self._lock:
             self._check_alive()
-            changed = self._iterate()
+            changed = self._iterate_or_break()
             self._drain()
             return changed
 
@@ -176,7 +181,11 @@ class Engine:
         stream = self._streams.get(request.request_id)
         if stream is not None:
             return stream.text
-        return "" if self.tokenizer is None else self.tokenizer.decode(request.output_ids)
+        if self.tokenizer is None:
+            return ""
+        ids = request.output_ids
+        stopped = request.finish_reason is FinishReason.STOP
+        return self.tokenizer.decode(ids[:-1] if stopped else ids)  # as streams: no stop token
 
     def text_stream(self, request_id: int) -> TextStream | None:
         """The growing text of a request that was added with `stream` or stop strings."""
@@ -242,7 +251,17 @@ class Engine:
         """Once no request is left, brings back what aborted ones still have in flight, since nobody
         else would run iterations for that: an engine without work owns no blocks."""
         while not self._live and self._dead is None and self._state.anything_in_flight:
-            self._iterate()
+            self._iterate_or_break()
+
+    def _iterate_or_break(self) -> list[Request]:
+        """An iteration that was left half-way, by an error or by Ctrl-C, leaves workers and books
+        at odds: nothing that came of it may be used, so the engine ends there."""
+        try:
+            return self._iterate()
+        except BaseException as error:
+            if self._dead is None:
+                self._fail(f"broken: interrupted by {type(error).__name__}")
+            raise
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -367,3 +386,15 @@ def _max_model_len(engine: EngineConfig, model_length: int) -> int:
             f"engine.max_model_len: {engine.max_model_len} is more than the model's {model_length}"
         )
     return engine.max_model_len
+
+
+def _check_supported(engine: EngineConfig) -> None:
+    """ConfigError for settings that this engine would not heed: a result must not claim them."""
+    defaults = EngineConfig()
+    for key in ("tensor_parallel_size", "gpu.preset", "gpu.sm_count", "gpu.memory", "cpu.numa",
+                "cpu.hugepages", "cpu.mlock"):  # fmt: skip
+        asked, default = engine, defaults
+        for part in key.split("."):
+            asked, default = getattr(asked, part), getattr(default, part)
+        if asked != default:
+            raise ConfigError(f"engine.{key}: {asked!r} is not supported yet, leave it {default!r}")

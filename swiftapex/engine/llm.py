@@ -97,20 +97,19 @@ class LLM:
         A prompt that is refused gives an output with finish_reason "error"; the others go on.
         """
         several = _as_prompts(prompts)
-        params = sampling or SamplingParams()
+        params = SamplingParams() if sampling is None else sampling
         if isinstance(params, SamplingParams):
             params = [params] * len(several)
         if len(params) != len(several):
             raise ValueError(f"{len(several)} prompts, but {len(params)} sampling parameters")
         outputs: dict[int, RequestOutput] = {}
         requests: dict[int, Request] = {}
-        for index, (prompt, one) in enumerate(zip(several, params, strict=True)):
-            try:
-                request_id = self._engine.add_request(prompt, one, chat=chat)
-                requests[index] = self._engine.request(request_id)
-            except RequestError as error:
-                outputs[index] = _refused(str(error))
         try:
+            for index, (prompt, one) in enumerate(zip(several, params, strict=True)):
+                try:
+                    requests[index] = self._engine.add(prompt, one, chat=chat)
+                except RequestError as error:
+                    outputs[index] = _refused(str(error))
             while any(request.finish_reason is None for request in requests.values()):
                 self._engine.step()
         except BaseException:
@@ -130,10 +129,10 @@ class LLM:
         iteration for all. Closing the iterator early aborts the request.
         """
         engine = self._engine
-        request_id = engine.add_request(
-            prompt, sampling or SamplingParams(), chat=chat, stream=True
-        )
-        request, text, seen = engine.request(request_id), engine.text_stream(request_id), 0
+        params = SamplingParams() if sampling is None else sampling
+        request = engine.add(prompt, params, chat=chat, stream=True)
+        request_id, seen = request.request_id, 0
+        text = engine.text_stream(request_id)
         try:
             while True:
                 reason = request.finish_reason  # read first: tokens that come later wait their turn
