@@ -9,7 +9,7 @@ from swiftapex.core.ops import AttentionShape
 from swiftapex.core.request import Placement
 from swiftapex.model.config import ModelConfig
 
-_STAGING_DEPTH = 2  # layers that the staging area holds
+STAGING_DEPTH = 2  # layers that the staging area holds
 _STAGING_SHARE = 8  # the staging area takes at most one part in so many of the GPU's blocks
 
 
@@ -53,6 +53,6 @@ def kv_sizes(
         return KVSizes(gpu, 0, 0, dtype)
     longest = -(-max_model_len // size)
     share = max(1, gpu // _STAGING_SHARE)
-    staging = min(share * config.num_layers // _STAGING_DEPTH, longest)
-    taken = -(-staging * _STAGING_DEPTH // config.num_layers)
+    staging = min(share * config.num_layers // STAGING_DEPTH, longest)
+    taken = -(-staging * STAGING_DEPTH // config.num_layers)
     return KVSizes(gpu - taken, cpu, staging, cpu_dtype)

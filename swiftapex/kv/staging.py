@@ -20,9 +20,8 @@ from torch import Tensor
 
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Backend
 from swiftapex.core.request import Placement
+from swiftapex.kv.sizing import STAGING_DEPTH
 from swiftapex.kv.store import KVStore
-
-DEPTH = 2  # layers that the area holds
 
 
 class CopyTicket(Protocol):
@@ -75,12 +74,14 @@ class StagedPrefill:
         self._prefix = prefix
         self._touched = touched
         self._num_layers = num_layers
-        self._last: list[CopyTicket | None] = [None] * DEPTH  # newest copy from or to a slot
+        self._last: list[CopyTicket | None] = [
+            None
+        ] * STAGING_DEPTH  # newest copy from or to a slot
         self._copy_in(0)
 
     def attend(self, layer: int, backend: Backend, shape: AttentionShape, qkv: Tensor) -> Tensor:
         """One layer: O [tokens, q_heads * head_dim]. Layers must come in order."""
-        slot = layer % DEPTH
+        slot = layer % STAGING_DEPTH
         if layer + 1 < self._num_layers:
             self._copy_in(layer + 1)
         self._wait(slot)
@@ -93,14 +94,14 @@ class StagedPrefill:
 
     def finish(self) -> None:
         """Waits until everything lies on the CPU, so that decodes may read it."""
-        for slot in range(DEPTH):
+        for slot in range(STAGING_DEPTH):
             self._wait(slot)
 
     def _copy_in(self, layer: int) -> None:
         """Starts reading the prefix into the layer's slot. It is behind the slot's last copy out
         on the same lane: to wait for it is to wait for both."""
         if self._prefix.local:
-            slot = layer % DEPTH
+            slot = layer % STAGING_DEPTH
             source = self._store.layer(Placement.CPU, layer)
             self._last[slot] = self._copies.submit(
                 source, self._prefix.remote, self._store.staging(slot), self._prefix.local

@@ -16,8 +16,8 @@ from swiftapex.core.plugins import load_class
 from swiftapex.core.records import BusyTimes
 from swiftapex.core.request import Placement
 from swiftapex.core.trace import TraceRecorder
-from swiftapex.kv.sizing import KVSizes, attention_shape
-from swiftapex.kv.staging import DEPTH, BlockCopies, StagedPrefill
+from swiftapex.kv.sizing import STAGING_DEPTH, KVSizes, attention_shape
+from swiftapex.kv.staging import BlockCopies, StagedPrefill
 from swiftapex.kv.store import KVStore
 from swiftapex.model.sampling import sample
 from swiftapex.model.source import ModelSource, as_torch_dtype
@@ -56,7 +56,9 @@ class Worker:
             if sizes.cpu_blocks:
                 cpu_dtype = as_torch_dtype(sizes.cpu_dtype)
                 self._store.allocate(Placement.CPU, gpu, sizes.cpu_blocks, cpu_dtype)
-                self._store.allocate(Placement.STAGING, gpu, sizes.staging_blocks, dtype, DEPTH)
+                self._store.allocate(
+                    Placement.STAGING, gpu, sizes.staging_blocks, dtype, STAGING_DEPTH
+                )
         except BaseException:
             self._backends.close()
             raise
