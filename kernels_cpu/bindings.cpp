@@ -67,44 +67,57 @@ void bind_sequences(py::module_& module) {
     module.def(
         "norm_linear",
         [](ThreadPool& pool, int dtype, Address x, Address norm_weight, float eps, Address weight,
-           Address bias, Address y, Count n, Count in, Count out, Count x_stride,
-           Count weight_stride) {
+           Address bias, Address y, Address rotation, Count n, Count in, Count out, Count rotated,
+           Count head_dim, Count x_stride, Count weight_stride) {
             const NormLinearArgs args{pointer<const void>(x),
                                       pointer<const void>(norm_weight),
                                       eps,
                                       pointer<const void>(weight),
                                       pointer<const void>(bias),
                                       pointer<void>(y),
+                                      pointer<const float>(rotation),
                                       n,
                                       in,
                                       out,
+                                      rotated,
+                                      head_dim,
                                       x_stride,
                                       weight_stride};
             norm_linear(pool, dtype_of(dtype), args);
         },
-        ReleaseGil(), "y[n, out] = rms_norm(x[n, in]) * weight[out, in]^T + bias.");
+        ReleaseGil(),
+        "y[n, out] = rms_norm(x[n, in]) * weight[out, in]^T + bias; the first heads are rotated.");
     module.def(
-        "ffn",
-        [](ThreadPool& pool, int dtype, Address x, Address norm_weight, float eps, Address gate_up,
-           Address gate_up_bias, Address down, Address down_bias, Address y, Count n, Count hidden,
-           Count inner, Count x_stride, Count gate_up_stride, Count down_stride) {
-            const FfnArgs args{pointer<const void>(x),
-                               pointer<const void>(norm_weight),
-                               eps,
-                               pointer<const void>(gate_up),
-                               pointer<const void>(gate_up_bias),
-                               pointer<const void>(down),
-                               pointer<const void>(down_bias),
-                               pointer<void>(y),
-                               n,
-                               hidden,
-                               inner,
-                               x_stride,
-                               gate_up_stride,
-                               down_stride};
-            ffn(pool, dtype_of(dtype), args);
+        "proj_ffn",
+        [](ThreadPool& pool, int dtype, Address o, Address proj, Address proj_bias, Address x,
+           Address norm_weight, float eps, Address gate_up, Address gate_up_bias, Address down,
+           Address down_bias, Address y, Count n, Count width, Count hidden, Count inner,
+           Count o_stride, Count proj_stride, Count x_stride, Count gate_up_stride,
+           Count down_stride) {
+            const ProjFfnArgs args{pointer<const void>(o),
+                                   pointer<const void>(proj),
+                                   pointer<const void>(proj_bias),
+                                   pointer<const void>(x),
+                                   pointer<const void>(norm_weight),
+                                   eps,
+                                   pointer<const void>(gate_up),
+                                   pointer<const void>(gate_up_bias),
+                                   pointer<const void>(down),
+                                   pointer<const void>(down_bias),
+                                   pointer<void>(y),
+                                   n,
+                                   width,
+                                   hidden,
+                                   inner,
+                                   o_stride,
+                                   proj_stride,
+                                   x_stride,
+                                   gate_up_stride,
+                                   down_stride};
+            proj_ffn(pool, dtype_of(dtype), args);
         },
-        ReleaseGil(), "y[n, hidden] = x + down * silu_mul(gate_up * rms_norm(x)).");
+        ReleaseGil(),
+        "y[n, hidden] = h + down * silu_mul(gate_up * rms_norm(h)), h = x + proj * o.");
 }
 
 void bind_elementwise(py::module_& module) {

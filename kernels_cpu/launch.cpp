@@ -78,18 +78,25 @@ void norm_linear(ThreadPool& pool, DType dtype, const NormLinearArgs& a) {
     linear(pool, dtype,
            {normed.get(), a.weight, a.bias, nullptr, a.y, a.n, a.in, a.out, a.in, a.weight_stride,
             0, a.out});
+    if (a.rotated == 0) return;
+    rope(pool, dtype,
+         {a.y, a.rotation, a.n, a.rotated / a.head_dim, a.head_dim, a.out, a.head_dim, a.head_dim});
 }
 
-void ffn(ThreadPool& pool, DType dtype, const FfnArgs& a) {
+void proj_ffn(ThreadPool& pool, DType dtype, const ProjFfnArgs& a) {
+    const Buffer h = buffer(dtype, a.n * a.hidden);
+    linear(pool, dtype,
+           {a.o, a.proj, a.proj_bias, a.x, h.get(), a.n, a.width, a.hidden, a.o_stride,
+            a.proj_stride, a.x_stride, a.hidden});
     const Buffer gate_up = buffer(dtype, a.n * 2 * a.inner);
     norm_linear(pool, dtype,
-                {a.x, a.norm_weight, a.eps, a.gate_up, a.gate_up_bias, gate_up.get(), a.n, a.hidden,
-                 2 * a.inner, a.x_stride, a.gate_up_stride});
+                {h.get(), a.norm_weight, a.eps, a.gate_up, a.gate_up_bias, gate_up.get(), nullptr,
+                 a.n, a.hidden, 2 * a.inner, 0, 0, a.hidden, a.gate_up_stride});
     const Buffer inner = buffer(dtype, a.n * a.inner);
     silu_mul(pool, dtype, {gate_up.get(), inner.get(), a.n, a.inner, 2 * a.inner, a.inner});
     linear(pool, dtype,
-           {inner.get(), a.down, a.down_bias, a.x, a.y, a.n, a.inner, a.hidden, a.inner,
-            a.down_stride, a.x_stride, a.hidden});
+           {inner.get(), a.down, a.down_bias, h.get(), a.y, a.n, a.inner, a.hidden, a.inner,
+            a.down_stride, a.hidden, a.hidden});
 }
 
 uint64_t read_stream(ThreadPool& pool, const void* data, int64_t bytes) {

@@ -192,17 +192,24 @@ def test_silu_of_large_numbers(isa: str, ops: CpuOps) -> None:
 @pytest.mark.parametrize("n", [1, 3, 20, 400])
 def test_sequences_equal_their_parts(isa: str, ops: CpuOps, dtype: torch.dtype, n: int) -> None:
     torch.manual_seed(n)
-    hidden, inner = 72, 40
-    x = strided(n, hidden, dtype=dtype)
+    hidden, inner, width, head_dim = 72, 40, 24, 16
+    x, o = strided(n, hidden, dtype=dtype), strided(n, width, dtype=dtype)
+    proj = strided(hidden, width, dtype=dtype, scale=width**-0.5)
+    proj_bias = torch.randn(hidden).to(dtype)
+    rotation = torch.randn(n, head_dim)
     norm = torch.randn(hidden).to(dtype)
     gate_up = strided(2 * inner, hidden, dtype=dtype, scale=hidden**-0.5)
     down = strided(hidden, inner, dtype=dtype, scale=inner**-0.5)
     up_bias, down_bias = torch.randn(2 * inner).to(dtype), torch.randn(hidden).to(dtype)
-    for b, d in ((None, None), (up_bias, down_bias)):
+    for p, b, d in ((None, None, None), (proj_bias, up_bias, down_bias)):
         h = ops.linear(ops.rms_norm(x, norm, 1e-5), gate_up, b)
         assert torch.equal(ops.norm_linear(x, norm, 1e-5, gate_up, b), h)
-        y = ops.linear(ops.silu_mul(h), down, d, residual=x)
-        assert torch.equal(ops.ffn(x, norm, 1e-5, gate_up, b, down, d), y)
+        ops.rope(h.view(n, -1, head_dim)[:, :3], rotation)
+        assert torch.equal(ops.norm_linear(x, norm, 1e-5, gate_up, b, rotation, 3), h)
+        h = ops.linear(o, proj, p, residual=x)
+        product = ops.silu_mul(ops.norm_linear(h, norm, 1e-5, gate_up, b))
+        y = ops.linear(product, down, d, residual=h)
+        assert torch.equal(ops.proj_ffn(o, proj, p, x, norm, 1e-5, gate_up, b, down, d), y)
 
 
 def test_embedding(ops: CpuOps) -> None:
@@ -214,7 +221,7 @@ def test_embedding(ops: CpuOps) -> None:
 
 def test_wrong_arguments_are_refused(ops: CpuOps) -> None:
     x, w = torch.randn(3, 8), torch.randn(4, 8)
-    norm = torch.randn(8)
+    norm, square, down = torch.randn(8), torch.randn(8, 8), torch.randn(8, 2)
     wrong = [
         lambda: ops.linear(x, w.bfloat16()),
         lambda: ops.linear(x.double(), w.double()),
@@ -231,8 +238,13 @@ def test_wrong_arguments_are_refused(ops: CpuOps) -> None:
         lambda: ops.norm_linear(x, norm[:7], 1e-5, w),
         lambda: ops.norm_linear(x, norm.half(), 1e-5, w),
         lambda: ops.norm_linear(x[:, :6], norm, 1e-5, w),
-        lambda: ops.ffn(x, norm, 1e-5, w, None, w, None),
-        lambda: ops.ffn(x, norm, 1e-5, w, None, w.T[:, :2].contiguous().half(), None),
+        lambda: ops.norm_linear(x, norm, 1e-5, w, None, torch.randn(3, 8), 1),
+        lambda: ops.norm_linear(x, norm, 1e-5, w, None, torch.randn(2, 4), 1),
+        lambda: ops.norm_linear(x, norm, 1e-5, w, None, torch.randn(3, 4).double(), 1),
+        lambda: ops.proj_ffn(x, w, None, x, norm, 1e-5, w, None, down, None),
+        lambda: ops.proj_ffn(x[:, :4], w.T.contiguous(), None, x, norm, 1e-5, w, None, w, None),
+        lambda: ops.proj_ffn(x, square, None, x, norm, 1e-5, w, None, down.half(), None),
+        lambda: ops.proj_ffn(x[:2], square, None, x, norm, 1e-5, w, None, down, None),
         lambda: ops.silu_mul(x[:, :7]),
         lambda: ops.silu_mul(x.int()),
         lambda: ops.argmax(x.double()),

@@ -130,14 +130,21 @@ class CpuOps:
         eps: float,
         weight: Tensor,
         bias: Tensor | None = None,
+        rotation: Tensor | None = None,
+        num_rotated: int = 0,
     ) -> Tensor:
-        """linear(rms_norm(x, norm, eps), weight, bias) of x [n, in]."""
+        """linear(rms_norm(x, norm, eps), weight, bias) of x [n, in]; its first `num_rotated` heads
+        are rotated by rotation [n, head_dim] float32."""
         n, inner = x.shape
         known_norm = self._weights.get((id(norm), 0)) or self._remember(norm, None)
         key = (id(weight), 0 if bias is None else id(bias))
         known = self._weights.get(key) or self._remember(weight, bias)
         if n > self._native_rows[known.number]:
-            return self.linear(self.rms_norm(x, norm, eps), weight, bias)
+            y = self.linear(self.rms_norm(x, norm, eps), weight, bias)
+            if rotation is not None:
+                heads = y.view(n, -1, rotation.shape[1])
+                self.rope(heads[:, :num_rotated], rotation)
+            return y
         dtype = known.dtype
         if (
             x.dtype is not dtype
@@ -148,6 +155,18 @@ class CpuOps:
         ):
             reject("norm_linear", x=x, norm=norm, weight=weight)
         out = known.shape[0]
+        rotation_address = head_dim = 0
+        if rotation is not None:
+            head_dim = rotation.shape[1]
+            if (
+                rotation.dtype is not torch.float32
+                or rotation.shape[0] != n
+                or head_dim % 2 != 0
+                or num_rotated * head_dim > out
+                or not (rotation.is_contiguous() and rotation.is_cpu)
+            ):
+                reject("norm_linear", weight=weight, rotation=rotation)
+            rotation_address = rotation.data_ptr()
         y = torch.empty(n, out, dtype=dtype)
         kernels.norm_linear(
             self._pool,
@@ -158,16 +177,22 @@ class CpuOps:
             known.address,
             known.bias_address,
             y.data_ptr(),
+            rotation_address,
             n,
             inner,
             out,
+            num_rotated * head_dim,
+            head_dim,
             inner if x.is_contiguous() else row_stride("norm_linear", x),
             known.stride,
         )
         return y
 
-    def ffn(
+    def proj_ffn(
         self,
+        o: Tensor,
+        proj: Tensor,
+        proj_bias: Tensor | None,
         x: Tensor,
         norm: Tensor,
         eps: float,
@@ -176,31 +201,40 @@ class CpuOps:
         down: Tensor,
         down_bias: Tensor | None,
     ) -> Tensor:
-        """x + linear(silu_mul(norm_linear(x, norm, eps, gate_up, gate_up_bias)), down, down_bias)
-        of x [n, hidden]; gate_up [2 * inner, hidden], down [hidden, inner]."""
+        """h + linear(silu_mul(norm_linear(h, norm, eps, gate_up, gate_up_bias)), down, down_bias),
+        where h = x + linear(o, proj, proj_bias). o [n, width], x [n, hidden], proj [hidden, width],
+        gate_up [2 * inner, hidden], down [hidden, inner]."""
         n, hidden = x.shape
         key = (id(gate_up), 0 if gate_up_bias is None else id(gate_up_bias))
         up = self._weights.get(key) or self._remember(gate_up, gate_up_bias)
         if n > self._native_rows[up.number]:
-            h = self.silu_mul(self.norm_linear(x, norm, eps, gate_up, gate_up_bias))
-            return self.linear(h, down, down_bias, residual=x)
+            h = self.linear(o, proj, proj_bias, residual=x)
+            product = self.silu_mul(self.norm_linear(h, norm, eps, gate_up, gate_up_bias))
+            return self.linear(product, down, down_bias, residual=h)
+        key = (id(proj), 0 if proj_bias is None else id(proj_bias))
+        front = self._weights.get(key) or self._remember(proj, proj_bias)
         known_norm = self._weights.get((id(norm), 0)) or self._remember(norm, None)
         key = (id(down), 0 if down_bias is None else id(down_bias))
         back = self._weights.get(key) or self._remember(down, down_bias)
         dtype = up.dtype
         if (
-            not (x.dtype is known_norm.dtype is back.dtype is dtype)
+            not (o.dtype is x.dtype is known_norm.dtype is front.dtype is back.dtype is dtype)
             or known_norm.shape != (hidden,)
+            or o.shape != (n, front.inner)
+            or front.shape[0] != hidden
             or up.inner != hidden
             or back.shape != (hidden, up.shape[0] // 2)
             or up.shape[0] % 2 != 0
-            or not x.is_cpu
+            or not (o.is_cpu and x.is_cpu)
         ):
-            reject("ffn", x=x, norm=norm, gate_up=gate_up, down=down)
+            reject("proj_ffn", o=o, proj=proj, x=x, norm=norm, gate_up=gate_up, down=down)
         y = torch.empty(n, hidden, dtype=dtype)
-        kernels.ffn(
+        kernels.proj_ffn(
             self._pool,
             up.number,
+            o.data_ptr(),
+            front.address,
+            front.bias_address,
             x.data_ptr(),
             known_norm.address,
             eps,
@@ -210,9 +244,12 @@ class CpuOps:
             back.bias_address,
             y.data_ptr(),
             n,
+            front.inner,
             hidden,
             back.inner,
-            hidden if x.is_contiguous() else row_stride("ffn", x),
+            front.inner if o.is_contiguous() else row_stride("proj_ffn", o),
+            front.stride,
+            hidden if x.is_contiguous() else row_stride("proj_ffn", x),
             up.stride,
             back.stride,
         )

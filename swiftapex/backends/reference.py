@@ -39,12 +39,26 @@ class ReferenceOps:
         return F.silu(gate) * up
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        return self.linear(self.rms_norm(x, norm, eps), weight, bias)
-
-    def ffn(
         self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        rotation: Tensor | None = None,
+        num_rotated: int = 0,
+    ) -> Tensor:
+        y = self.linear(self.rms_norm(x, norm, eps), weight, bias)
+        if rotation is not None:
+            n, head_dim = rotation.shape
+            self.rope(y.view(n, -1, head_dim)[:, :num_rotated], rotation)
+        return y
+
+    def proj_ffn(
+        self,
+        o: Tensor,
+        proj: Tensor,
+        proj_bias: Tensor | None,
         x: Tensor,
         norm: Tensor,
         eps: float,
@@ -53,8 +67,9 @@ class ReferenceOps:
         down: Tensor,
         down_bias: Tensor | None,
     ) -> Tensor:
-        h = self.silu_mul(self.norm_linear(x, norm, eps, gate_up, gate_up_bias))
-        return self.linear(h, down, down_bias, residual=x)
+        h = self.linear(o, proj, proj_bias, residual=x)
+        inner = self.silu_mul(self.norm_linear(h, norm, eps, gate_up, gate_up_bias))
+        return self.linear(inner, down, down_bias, residual=h)
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         largest, indices = x.max(dim=-1)

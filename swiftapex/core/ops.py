@@ -37,12 +37,23 @@ class Ops(Protocol):
         """[n, 2 * inner] -> silu(first half) * second half, [n, inner]."""
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """linear(rms_norm(x, norm, eps), weight, bias) as one call."""
-
-    def ffn(
         self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        rotation: Tensor | None = None,
+        num_rotated: int = 0,
+    ) -> Tensor:
+        """linear(rms_norm(x, norm, eps), weight, bias) as one call; the first `num_rotated` heads
+        of the result [n, heads * head_dim] are rotated as by `rope`."""
+
+    def proj_ffn(
+        self,
+        o: Tensor,
+        proj: Tensor,
+        proj_bias: Tensor | None,
         x: Tensor,
         norm: Tensor,
         eps: float,
@@ -51,8 +62,9 @@ class Ops(Protocol):
         down: Tensor,
         down_bias: Tensor | None,
     ) -> Tensor:
-        """x + linear(silu_mul(norm_linear(x, norm, eps, gate_up, gate_up_bias)), down, down_bias)
-        as one call. x [n, hidden], gate_up [2 * inner, hidden], down [hidden, inner]."""
+        """h + linear(silu_mul(norm_linear(h, norm, eps, gate_up, gate_up_bias)), down, down_bias)
+        as one call, where h = linear(o, proj, proj_bias, residual=x). o [n, width], x [n, hidden],
+        proj [hidden, width], gate_up [2 * inner, hidden], down [hidden, inner]."""
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, dim] -> indices [n] int64, the lowest one of each row's largest element, and

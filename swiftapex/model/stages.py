@@ -34,23 +34,26 @@ class Stages:
     def pre_attn(self, layer: int, x: Tensor, rotation: Tensor) -> Tensor:
         """Norm, QKV, RoPE: x [n, hidden] -> qkv [n, q_heads + 2 * kv_heads, head_dim]."""
         c, w, ops = self.config, self.weights.layers[layer], self.ops
+        num_rotated = c.num_q_heads + c.num_kv_heads
+        if w.q_norm is None or w.k_norm is None:
+            qkv = ops.norm_linear(
+                x, w.attn_norm, c.norm_eps, w.qkv, w.qkv_bias, rotation, num_rotated
+            )
+            return qkv.view(-1, c.num_qkv_heads, c.head_dim)
         qkv = ops.norm_linear(x, w.attn_norm, c.norm_eps, w.qkv, w.qkv_bias)
         qkv = qkv.view(-1, c.num_qkv_heads, c.head_dim)
-        if w.q_norm is not None and w.k_norm is not None:
-            q = qkv[:, : c.num_q_heads]
-            k = qkv[:, c.num_q_heads : c.num_q_heads + c.num_kv_heads]
-            ops.rms_norm(q, w.q_norm, c.norm_eps, out=q)  # each head by itself
-            ops.rms_norm(k, w.k_norm, c.norm_eps, out=k)
-        ops.rope(qkv[:, : c.num_q_heads + c.num_kv_heads], rotation)
+        q, k = qkv[:, : c.num_q_heads], qkv[:, c.num_q_heads : num_rotated]
+        ops.rms_norm(q, w.q_norm, c.norm_eps, out=q)  # each head by itself
+        ops.rms_norm(k, w.k_norm, c.norm_eps, out=k)
+        ops.rope(qkv[:, :num_rotated], rotation)
         return qkv
 
     def post_attn(self, layer: int, o: Tensor, x: Tensor) -> Tensor:
         """Output projection, residual, norm, FFN, residual.
         o [n, q_heads * head_dim], x [n, hidden] -> x [n, hidden]."""
-        w, ops = self.weights.layers[layer], self.ops
-        x = ops.linear(o, w.o, w.o_bias, residual=x)
-        eps = self.config.norm_eps
-        return ops.ffn(x, w.ffn_norm, eps, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
+        w, eps = self.weights.layers[layer], self.config.norm_eps
+        ffn = (w.ffn_norm, eps, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
+        return self.ops.proj_ffn(o, w.o, w.o_bias, x, *ffn)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [n, hidden] (only the rows that sample) -> [n, vocab] in the model's dtype."""
