@@ -41,7 +41,8 @@ class Forward:
         start, n = self.length, len(token_ids)
         self.prompt_len = self.prompt_len or n
         self.length += n
-        batch = AttentionBatch(0, (n,), self.table, torch.tensor([self.length], dtype=torch.int32))
+        lens = torch.tensor([self.length], dtype=torch.int32)
+        batch = AttentionBatch(0, (n,), self.table, lens, (self.length,))
         positions = torch.arange(start, self.length)
         lengths = torch.tensor([rope_length(p, self.prompt_len) for p in positions.tolist()])
         stages = self.stages

@@ -51,7 +51,7 @@ def make_case(
     table = torch.randperm(rows * width + 2, generator=g)[: rows * width].int().view(rows, width)
     lens = torch.tensor(contexts, dtype=torch.int32)
     qkv = torch.randn(rows, heads, shape.head_dim, generator=g).to(dtype)
-    return Case(kv, AttentionBatch(rows, (), table, lens), qkv, shape)
+    return Case(kv, AttentionBatch(rows, (), table, lens, ()), qkv, shape)
 
 
 def long_case(rows: int = 96) -> Case:
@@ -65,7 +65,7 @@ def long_case(rows: int = 96) -> Case:
     lens = case.batch.context_lens.repeat(rows)
     return Case(
         torch.cat((case.kv, tail)),
-        AttentionBatch(rows, (), table, lens),
+        AttentionBatch(rows, (), table, lens, ()),
         case.qkv.repeat(rows, 1, 1),
         shape,
     )

@@ -127,11 +127,11 @@ def test_python_runs_beside_attention(lane: CpuLane) -> None:
 def test_errors_reach_the_waiter(lane: CpuLane) -> None:
     case = make_case([40, 40])
     narrow = case.batch.block_table[:, :1].contiguous()
-    case.batch = AttentionBatch(2, (), narrow, case.batch.context_lens)
+    case.batch = AttentionBatch(2, (), narrow, case.batch.context_lens, ())
     ticket = case.submit(lane)
     with pytest.raises(ValueError, match="narrower"):
         ticket.wait()
-    chunk = AttentionBatch(0, (2,), case.batch.block_table, case.batch.context_lens)
+    chunk = AttentionBatch(0, (2,), case.batch.block_table, case.batch.context_lens, (2,))
     with pytest.raises(ValueError, match="decodes only"):
         lane.submit(0, case.kv, chunk, SHAPE, case.qkv)
     with pytest.raises(ValueError, match="do not fit"):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 import swiftapex._kernels_cpu as kernels
@@ -27,6 +30,8 @@ class CpuBackend:
     after each of its parallel operations its threads spin for some milliseconds, on the CPUs that
     the native kernels of a decode step would need. The process's own setting returns on close."""
 
+    uses_slots = False
+
     def __init__(self, threads: ThreadPlan) -> None:
         self._pool = kernels.ThreadPool(threads.count, list(threads.cpus), spin_us=_SPIN_US)
         self._torch_threads_before = torch.get_num_threads()
@@ -43,6 +48,12 @@ class CpuBackend:
         is first written. It is given back with the last reference to the tensor."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         return zeroed_huge_pages(size, dtype)
+
+    allocate_host_kv = allocate_kv
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """The arrays' own memory."""
+        return [torch.from_numpy(array) for array in arrays]
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """From 2 MiB pages that weights share: reading them all in a pass then costs few address
@@ -63,9 +74,10 @@ class CpuBackend:
             self._attend_decodes(kv, batch, shape, qkv, out)
         lens = (1,) * (batch.num_decodes - num_native) + batch.chunk_lens
         begin = num_native
-        for request, n in enumerate(lens, start=num_native):
-            rows = slice(begin, begin + n)
-            blocks, context = batch.block_table[request], int(batch.context_lens[request])
+        contexts = (*batch.context_lens[num_native : batch.num_decodes].tolist(),)
+        contexts += batch.chunk_contexts
+        for request, (n, context) in enumerate(zip(lens, contexts, strict=True), start=num_native):
+            rows, blocks = slice(begin, begin + n), batch.block_table[request]
             products = n * context * shape.num_q_heads * shape.head_dim
             with torch_threads(self._pool.num_threads, products):
                 attend_chunk(kv, blocks, context, shape, qkv[rows], out[rows])

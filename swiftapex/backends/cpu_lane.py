@@ -81,6 +81,7 @@ class CpuLane:
         shape: AttentionShape,
         qkv: Tensor,
         *,
+        out: Tensor | None = None,
         arrival: Tensor | None = None,
         done: Tensor | None = None,
     ) -> LaneTicket[Tensor]:
@@ -88,15 +89,17 @@ class CpuLane:
         O [rows, q_heads * head_dim].
 
         kv: one layer. qkv [rows, q_heads + 2 * kv_heads, head_dim], dense. Nobody changes qkv or
-        the batch's tensors before the call is done. `arrival` and `done` are the hand-off's words,
-        one int32 each in host memory; without `arrival` the data are taken to be there.
+        the batch's tensors before the call is done. `out` takes the result, else new memory does.
+        `arrival` and `done` are the hand-off's words, one int32 each in host memory; without
+        `arrival` the data are taken to be there.
 
         Shapes that the native kernel does not take are attended here and now.
         """
         if batch.chunk_lens:
             raise ValueError("the CPU side attends to decodes only, not to prefill chunks")
         rows = batch.num_decodes
-        out = torch.empty(rows, shape.num_q_heads * shape.head_dim, dtype=qkv.dtype)
+        if out is None:
+            out = torch.empty(rows, shape.num_q_heads * shape.head_dim, dtype=qkv.dtype)
         words = (_word_address("arrival", arrival), _word_address("done", done))
         if not takes_native(shape):
             if any(words):

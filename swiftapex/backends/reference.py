@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
@@ -80,14 +82,21 @@ class ReferenceOps:
 class ReferenceBackend:
     """Attention over paged KV that gathers each request's K and V and calls a plain softmax."""
 
+    uses_slots = False
+
     def __init__(self) -> None:
         self.ops: Ops = ReferenceOps()
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         return torch.zeros(size, dtype=dtype)
+
+    allocate_host_kv = allocate_kv
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -5,10 +5,12 @@ Only types: nothing here imports torch at run time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
     from torch import dtype as torch_dtype
 
@@ -94,6 +96,8 @@ class AttentionBatch:
     chunk_lens: tuple[int, ...]
     block_table: Tensor  # [requests, width] int32, contiguous; entries past the context are unread
     context_lens: Tensor  # [requests] int32: tokens in the KV cache after this pass's append
+    chunk_contexts: tuple[int, ...]  # those of the chunks, known to the host
+    slots: Tensor | None = None  # [tokens] int64: block * block_size + offset of each token's KV
 
     @property
     def num_requests(self) -> int:
@@ -108,11 +112,20 @@ class Backend(Protocol):
     """One side's kernels. KV of one layer: [block][kv_head][K|V][token][head_dim]."""
 
     ops: Ops
+    uses_slots: bool  # whether `attend` reads `AttentionBatch.slots`
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Each array as a tensor where this backend computes. The arrays are not changed later."""
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch_dtype
     ) -> Tensor:
         """[num_layers, num_blocks, kv_heads, 2, block_size, head_dim], zeroed lazily or not."""
+
+    def allocate_host_kv(
+        self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch_dtype
+    ) -> Tensor:
+        """As `allocate_kv`, for the CPU side: host memory that copies from here reach."""
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch_dtype) -> Tensor:
         """Memory for a weight, not filled, where this backend reads it best."""

@@ -41,7 +41,9 @@ class KVStore:
     ) -> None:
         """num_layers None: as many as the model has."""
         layers = self._num_layers if num_layers is None else num_layers
-        self._kv[placement] = backend.allocate_kv(layers, num_blocks, self._shape, dtype)
+        on_host = placement is Placement.CPU
+        allocate = backend.allocate_host_kv if on_host else backend.allocate_kv
+        self._kv[placement] = allocate(layers, num_blocks, self._shape, dtype)
 
     def layer(self, side: Placement, layer: int) -> Tensor:
         """[blocks, kv_heads, 2, block_size, head_dim] of one layer."""

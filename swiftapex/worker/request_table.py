@@ -29,9 +29,9 @@ class RequestTable:
     block_table [slots, max_blocks] int32 and last_tokens [slots] int64 grow by doubling.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, device: torch.device | str = "cpu") -> None:
         self.block_table = np.zeros((_FIRST_SLOTS, max_blocks), dtype=np.int32)
-        self.last_tokens = torch.zeros(_FIRST_SLOTS, dtype=torch.int64)
+        self.last_tokens = torch.zeros(_FIRST_SLOTS, dtype=torch.int64, device=device)
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._entries: dict[int, RequestEntry] = {}
 
@@ -55,7 +55,9 @@ class RequestTable:
 
     def store_tokens(self, request_ids: Sequence[int], tokens: Tensor) -> None:
         """tokens [n] int64: the newest token of each request, read by its next decode."""
-        slots = torch.tensor([self._entries[r].slot for r in request_ids])
+        slots = torch.tensor(
+            [self._entries[r].slot for r in request_ids], device=self.last_tokens.device
+        )
         self.last_tokens[slots] = tokens
 
     def _admit(self, admission: Admission) -> None:

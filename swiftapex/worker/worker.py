@@ -63,7 +63,7 @@ class Worker:
             self._backends.close()
             raise
         self._stages = Stages(config, weights, gpu.ops)
-        self._table = RequestTable(-(-max_model_len // engine.block_size))
+        self._table = RequestTable(-(-max_model_len // engine.block_size), weights.device)
         self._staged: list[StagedPrefill] = []
         self._attention = Attention(self._store, gpu, self._backends.cpu_attention, shape)
         self._gpu_busy = BusyClock()
@@ -73,7 +73,7 @@ class Worker:
         self._traced = trace is not None
         self._copies = observed.copies
         self._parked = ParkedCohorts(observed.parked_attention, OwnReadiness(), LaunchAhead())
-        binder = Binder(self._table, self._stages, engine.block_size, self._make_staged)
+        binder = Binder(self._table, self._stages, engine.block_size, gpu, self._make_staged)
         self._parts = PipelineParts(
             num_layers=config.num_layers,
             stages=observed.stages,
