@@ -1,0 +1,46 @@
+// What decode_attention's parts hand to each other.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace swiftapex {
+
+constexpr int kTileTokens = 16;  // tokens that a warp takes at once
+constexpr int kMaxGroup = 16;    // q heads of a KV head
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxWarps = 8;  // of a thread block
+constexpr int kMaxCtas = 4096;
+
+struct DecodeArgs {
+    const void* q;
+    const void* kv;
+    const int32_t* block_table;
+    const int32_t* context_lens;
+    void* out;
+    int32_t* counters;  // [kMaxCtas]
+    float* partials;    // [num_ctas][2][slot_floats(heads, head_dim)]
+    int64_t table_stride, q_stride, out_stride;
+    int n, kv_heads, group, head_dim, block_size, dtype;
+    int splits;  // parts in which a group is taken, each reading K and V once
+    int heads;   // q heads of such a part
+    float scale_log2;
+    int stages;  // tiles of a warp in shared memory
+};
+
+// A partial result: [heads][head_dim] sums, then [heads] maxima, then [heads] sums of weights.
+__host__ __device__ inline int64_t slot_floats(int64_t heads, int64_t head_dim) {
+    return (heads * (head_dim + 2) + 3) / 4 * 4;
+}
+
+// Floats between the heads of a warp's sums in shared memory; the 4 keep the stores of a warp of
+// mma fragments in different banks.
+__host__ __device__ inline int merge_stride(int head_dim) { return head_dim + 4; }
+
+// Launches for args with all fields set but splits, heads and stages. decode_attention_mma returns
+// false where it has no kernel for the shape or the device.
+bool decode_attention_mma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream);
+void decode_attention_fma(DecodeArgs args, int kv_dtype, int64_t num_ctas, cudaStream_t stream);
+
+}  // namespace swiftapex
