@@ -7,6 +7,7 @@
 #include "kernels_cuda/copy_rows.h"
 #include "kernels_cuda/decode_attention.h"
 #include "kernels_cuda/embedding.h"
+#include "kernels_cuda/green_context.h"
 #include "kernels_cuda/read_stream.h"
 #include "kernels_cuda/rms_norm.h"
 #include "kernels_cuda/rope_append.h"
@@ -175,6 +176,18 @@ void bind_words(py::module_& module) {
     bind("write_word_kernel", &write_word_kernel);
 }
 
+void bind_green_context(py::module_& module) {
+    py::class_<GreenContext>(module, "GreenContext",
+                             "A stream on some of the multiprocessors; see green_context.h.")
+        .def(py::init<int, int>(), arg("device"), arg("num_sms"))
+        .def_property_readonly("num_sms", &GreenContext::num_sms)
+        .def_property_readonly(
+            "stream",
+            [](const GreenContext& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
+        .def("push", &GreenContext::push)
+        .def("pop", &GreenContext::pop);
+}
+
 }  // namespace
 }  // namespace swiftapex
 
@@ -184,4 +197,5 @@ PYBIND11_MODULE(_kernels_cuda, module) {
     swiftapex::bind_attention(module);
     swiftapex::bind_transfers(module);
     swiftapex::bind_words(module);
+    swiftapex::bind_green_context(module);
 }

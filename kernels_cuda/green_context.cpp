@@ -13,8 +13,8 @@ template <class Function>
 Function driver(const char* name) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 13000,
-                                                               cudaEnableDefault, &result);
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion(name, &function, 13000, cudaEnableDefault, &result);
     if (error != cudaSuccess || function == nullptr) {
         throw std::runtime_error(std::string("the CUDA driver has no ") + name);
     }
@@ -67,7 +67,8 @@ GreenContext::~GreenContext() {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
     if (context_ == nullptr) return;
     try {
-        driver<decltype(&cuGreenCtxDestroy)>("cuGreenCtxDestroy")(static_cast<CUgreenCtx>(context_));
+        driver<decltype(&cuGreenCtxDestroy)>("cuGreenCtxDestroy")(
+            static_cast<CUgreenCtx>(context_));
     } catch (const std::exception&) {
         // The driver is gone already: the process ends.
     }

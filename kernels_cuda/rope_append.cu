@@ -80,7 +80,8 @@ void launch(const RopeArgs<T, KV>& args, cudaStream_t stream) {
 void rope_append(int dtype, int kv_dtype, void* qkv, const float* rotation, const int64_t* slots,
                  void* kv, int64_t n, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                  int64_t qkv_stride, int64_t block_size, cudaStream_t stream) {
-    require(n >= 0 && q_heads >= 0 && kv_heads >= 1 && head_dim >= 2 && head_dim % 2 == 0,
+    require(n >= 0 && q_heads >= 0 && kv_heads >= (slots == nullptr ? 0 : 1) && head_dim >= 2 &&
+                head_dim % 2 == 0,
             "rope_append: bad sizes");
     const int64_t width = (q_heads + 2 * kv_heads) * head_dim;
     require(width < (int64_t{1} << 30) && (n <= 1 || qkv_stride >= width),

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-Cell = tuple[str, str, str, dict[str, Any], range, bool]
+Cell = tuple[str, str, str, dict[str, Any], range, bool, str]
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:
@@ -35,12 +35,12 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     from tests.hybrid import Tally, run_schedule
 
     torch.set_num_threads(1)
-    model, name, policy, args, seeds, late = cell
+    model, name, policy, args, seeds, late, device = cell
     tally, failures, start = Tally(), [], time.perf_counter()
     for seed in seeds:
         seeded = args | ({"seed": seed} if name == "random" else {})
         try:
-            run_schedule(model, policy, seeded, seed, tally, late)
+            run_schedule(model, policy, seeded, seed, tally, late, device)
         except Exception as error:
             failures.append(f"{error}: {error.__cause__}")
     seconds = round(time.perf_counter() - start, 1)
@@ -58,7 +58,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     for model in args.models:
         count = args.schedules or (20 if model == "smollm2" else 200)
         seeds = range(args.first_seed, args.first_seed + count)
-        found += [(model, n, p, a, seeds, not args.native) for n, (p, a) in chosen.items()]
+        late = not args.native and args.device == "cpu"
+        found += [(model, n, p, a, seeds, late, args.device) for n, (p, a) in chosen.items()]
     return found
 
 
@@ -81,6 +82,7 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, help="per cell; default 200, 20 for smollm2")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--native", action="store_true", help="the real lanes, not late ones")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: --native")
     parser.add_argument("--pipeline", help="a pipeline of your own, as package.module:Class")
     parser.add_argument("--shape", default="one", choices=["one", "two", "halves", "cohorts"])
     parser.add_argument("--jobs", type=int, default=2)

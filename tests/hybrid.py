@@ -59,9 +59,9 @@ class Pools:
     chunk: int
 
 
-def random_pools(rng: random.Random) -> Pools:
+def random_pools(rng: random.Random, device: str = "cpu") -> Pools:
     """From no GPU KV worth the name to plenty of both; most force moves and preemption."""
-    size = rng.choice((4, 8, 16))
+    size = rng.choice((4, 8, 16)) if device == "cpu" else 16
     whole = -(-MAX_LEN // size)
     gpu, cpu = rng.choice(
         (
@@ -104,10 +104,12 @@ def small_engine(
     args: Mapping[str, Any],
     late: int | None,
     rates: Rates = BELIEFS[0],
+    device: str = "cpu",
 ) -> Engine:
-    """An engine on the `cpu` backend. late: the seed of lanes that are late on purpose; None: the
-    real ones, with threads of their own."""
+    """late: the seed of lanes that are late on purpose (`cpu` device only); None: the real ones,
+    with threads of their own."""
     config = EngineConfig(
+        device=device,
         gpu=GpuConfig(kv_tokens=pools.gpu * pools.block_size),
         cpu=CpuConfig(kv_tokens=pools.cpu * pools.block_size, threads=1),
         block_size=pools.block_size,
@@ -195,14 +197,20 @@ def run_and_compare(
 
 
 def run_schedule(
-    model: str, policy: str, args: Mapping[str, Any], seed: int, tally: Tally, late: bool = True
+    model: str,
+    policy: str,
+    args: Mapping[str, Any],
+    seed: int,
+    tally: Tally,
+    late: bool = True,
+    device: str = "cpu",
 ) -> None:
     """One random schedule, the same for the same seed wherever lanes are late on purpose."""
     rng = random.Random(seed)
-    pools = random_pools(rng)
+    pools = random_pools(rng, device)
     workload = random_workload(rng, short=model == "smollm2")
     rates = rng.choice(BELIEFS)
-    engine = small_engine(model, pools, policy, args, seed if late else None, rates)
+    engine = small_engine(model, pools, policy, args, seed if late else None, rates, device)
     try:
         run_and_compare(engine, model, workload, rng, tally)
     except Exception as error:

@@ -351,7 +351,7 @@ def test_settings_that_nothing_heeds_are_refused() -> None:
         {"gpu": {"memory": "1MB"}},
         {"cpu": {"mlock": True}},
     ):
-        with pytest.raises(ConfigError, match="not supported yet"):
+        with pytest.raises(ConfigError, match="not supported"):
             LLM(TINY.model_dump(), **config)
 
 

@@ -109,19 +109,36 @@ def test_one_rank_asks_its_own_ticket() -> None:
 
 
 def test_the_launching_thread_stays_near_the_device() -> None:
-    progress = 0
-    ahead = LaunchAhead(limit=2, progress=lambda: progress)
-    ahead.wait_until_near(2)
+    device = Device()
+    ahead = LaunchAhead(limit=2, progress=device)
+    for _ in range(2):
+        ahead.layer_launched()
+    ahead.wait_until_near()
+    ahead.layer_launched()
+    assert device.posted == [1, 2, 3]
     passed = threading.Event()
 
     def launch() -> None:
-        ahead.wait_until_near(3)
+        ahead.wait_until_near()
         passed.set()
 
     thread = threading.Thread(target=launch)
     thread.start()
-    assert not passed.wait(0.1), "layer 3 is asked about only once layer 1 is done"
-    progress = 1
+    assert not passed.wait(0.1), "three layers are launched and none is done"
+    device.done = 1
     assert passed.wait(5)
     thread.join()
-    LaunchAhead().wait_until_near(1000)  # a synchronous device is always near
+    LaunchAhead().layer_launched()
+    LaunchAhead().wait_until_near()  # a synchronous device is always near
+
+
+class Device:
+    def __init__(self) -> None:
+        self.posted: list[int] = []
+        self.done = 0
+
+    def post(self, count: int) -> None:
+        self.posted.append(count)
+
+    def reached(self) -> int:
+        return self.done

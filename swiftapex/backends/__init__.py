@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from swiftapex.backends.clock import Clock, HostClock
 from swiftapex.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -12,16 +15,21 @@ if TYPE_CHECKING:
     from swiftapex.config.schema import EngineConfig
     from swiftapex.core.ops import Backend
     from swiftapex.kv.staging import Copies
+    from swiftapex.pipelines.readiness import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
     """The GPU side, and with a CPU side: what attends over KV in host memory, and what copies KV
-    between the sides."""
+    between the sides. `active`: around all work. `finish`: waits for what was launched."""
 
     gpu: Backend
     cpu_attention: CpuAttention | None
     copies: Copies | None
+    clock: Clock = field(default_factory=HostClock)
+    progress: Progress | None = None
+    active: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    finish: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """Stops all threads."""
@@ -53,4 +61,39 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
 
         gpu_threads, cpu_side_threads = split_threads(engine.cpu.threads)
         return Backends(CpuBackend(gpu_threads), CpuLane(cpu_side_threads), CopyLane())
-    raise ConfigError(f"engine.device: {engine.device!r} is not supported yet, use 'cpu'")
+    return _cuda_backends(engine, with_cpu_side)
+
+
+def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
+    """One core is left to the launching thread."""
+    import importlib.util
+
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("engine.device: cuda, but torch sees no CUDA device here; use 'cpu'")
+    if with_cpu_side and engine.block_size % 16 != 0:
+        raise ConfigError(
+            f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of 16 "
+            "with device cuda"
+        )
+    if importlib.util.find_spec("swiftapex._kernels_cuda") is None:
+        raise ConfigError(
+            "engine.device: cuda, but swiftapex was built without its CUDA kernels: install it "
+            "anew where nvcc is on the PATH"
+        )
+    from swiftapex.backends.cuda import CudaBackend
+    from swiftapex.backends.cuda_clock import CudaClock, CudaProgress
+    from swiftapex.backends.cuda_lane import CudaCopies, CudaCpuLane
+    from swiftapex.backends.threads import threads_beside_launching
+
+    copies = None
+    if with_cpu_side:  # before the compute stream may be confined to a part of the GPU
+        copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    gpu = CudaBackend(engine.gpu.sm_count, engine.gpu.memory)
+    lane = None
+    if with_cpu_side:
+        lane = CudaCpuLane(threads_beside_launching(engine.cpu.threads), gpu.device)
+    return Backends(
+        gpu, lane, copies, CudaClock(), CudaProgress(), gpu.active, gpu.stream.synchronize
+    )

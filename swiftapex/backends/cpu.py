@@ -30,6 +30,7 @@ class CpuBackend:
     after each of its parallel operations its threads spin for some milliseconds, on the CPUs that
     the native kernels of a decode step would need. The process's own setting returns on close."""
 
+    device = torch.device("cpu")
     uses_slots = False
 
     def __init__(self, threads: ThreadPlan) -> None:

@@ -82,6 +82,7 @@ class ReferenceOps:
 class ReferenceBackend:
     """Attention over paged KV that gathers each request's K and V and calls a plain softmax."""
 
+    device = torch.device("cpu")
     uses_slots = False
 
     def __init__(self) -> None:
@@ -197,6 +198,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     group = q.shape[1] // k.shape[0]
     k, v = k.float().repeat_interleave(group, 0), v.float().repeat_interleave(group, 0)
     scores = q.float().transpose(0, 1) @ k.transpose(1, 2) * scale  # [q_heads, n, context]
-    future = torch.ones(n, context, dtype=torch.bool).triu(context - n + 1)
+    future = torch.ones(n, context, dtype=torch.bool, device=q.device).triu(context - n + 1)
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)
     return (weights @ v).transpose(0, 1).to(q.dtype)

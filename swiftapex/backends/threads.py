@@ -73,6 +73,18 @@ def split_threads(requested: int | Literal["auto"]) -> tuple[ThreadPlan, ThreadP
     )
 
 
+def threads_beside_launching(requested: int | Literal["auto"]) -> ThreadPlan:
+    """Threads of the CPU side where a GPU computes: `requested`, or all but one, since the thread
+    that launches the GPU's work needs a core too. It keeps the first."""
+    everything = cpu_threads("auto")
+    count = max(1, everything.count - 1)
+    if requested != "auto":
+        count = min(requested, everything.count)
+    first = 1 if len(everything.cpus) > count else 0
+    cpus = everything.cpus[first : first + count]
+    return ThreadPlan(count, cpus, f"{everything.limited_by}, beside the launching thread")
+
+
 def physical_cores_first(cpus: list[int], root: Path = Path("/")) -> list[int]:
     """Orders CPUs by their rank among the hyperthreads of their core, then by number."""
     seen: dict[str, int] = {}  # core -> CPUs of it so far

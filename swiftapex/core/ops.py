@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
+    from torch import device as torch_device
     from torch import dtype as torch_dtype
 
 
@@ -112,6 +113,7 @@ class Backend(Protocol):
     """One side's kernels. KV of one layer: [block][kv_head][K|V][token][head_dim]."""
 
     ops: Ops
+    device: torch_device
     uses_slots: bool  # whether `attend` reads `AttentionBatch.slots`
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

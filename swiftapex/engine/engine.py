@@ -391,10 +391,15 @@ def _max_model_len(engine: EngineConfig, model_length: int) -> int:
 def _check_supported(engine: EngineConfig) -> None:
     """ConfigError for settings that this engine would not heed: a result must not claim them."""
     defaults = EngineConfig()
-    for key in ("tensor_parallel_size", "gpu.preset", "gpu.sm_count", "gpu.memory", "cpu.numa",
-                "cpu.hugepages", "cpu.mlock"):  # fmt: skip
+    unheeded = ["tensor_parallel_size", "gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
+    if engine.device != "cuda":
+        unheeded += ["gpu.sm_count", "gpu.memory"]
+    for key in unheeded:
         asked, default = engine, defaults
         for part in key.split("."):
             asked, default = getattr(asked, part), getattr(default, part)
         if asked != default:
-            raise ConfigError(f"engine.{key}: {asked!r} is not supported yet, leave it {default!r}")
+            raise ConfigError(
+                f"engine.{key}: {asked!r} is not supported with device {engine.device}, leave it "
+                f"{default!r}"
+            )

@@ -56,7 +56,7 @@ class ParkedCohorts:
         Never blocks on a ticket, but waits until the device is near enough for the question."""
         here = [cohort for cohort in self._parked if cohort.layer == layer]
         if here:
-            self._launch_ahead.wait_until_near(layer)
+            self._launch_ahead.wait_until_near()
         for cohort in here:
             if self._readiness.agreed(cohort.ticket):
                 self._parked.remove(cohort)
@@ -64,6 +64,10 @@ class ParkedCohorts:
                 kept, output = self._without_dropped(cohort, output)
                 if kept.batch.request_ids:
                     yield kept, output
+
+    def layer_launched(self) -> None:
+        """Pipelines say so after each layer that cohorts could join: see LaunchAhead."""
+        self._launch_ahead.layer_launched()
 
     def wait_for_oldest(self) -> None:
         """Blocks until the longest-submitted ticket is ready; returns at once if none is parked."""

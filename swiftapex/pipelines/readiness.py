@@ -96,23 +96,40 @@ class FollowerReadiness(OwnReadiness):
         return ready
 
 
+class Progress(Protocol):
+    """Steps of an asynchronous device, counted in its own order."""
+
+    def post(self, count: int) -> None:
+        """The device has made `count` steps once it has done what was launched so far."""
+
+    def reached(self) -> int:
+        """The newest count that the device has posted (its low 31 bits)."""
+
+
 class LaunchAhead:
     """Keeps the launching thread at most `limit` layers ahead of the device.
 
-    The device counts the layers that it has finished in a progress word; a thread that ran far
-    ahead of it would ask for tickets long before the pass is really there, and find none ready.
-    `progress` None: the device works synchronously, and is always where the thread is.
+    A thread that ran far ahead would ask for tickets long before the pass is really there, and
+    find none ready. `progress` None: the device works synchronously, and is always where the
+    thread is.
     """
 
-    def __init__(self, limit: int = 2, progress: Callable[[], int] | None = None) -> None:
+    def __init__(self, limit: int = 2, progress: Progress | None = None) -> None:
         self._limit = limit
         self._progress = progress
+        self._launched = 0  # layers
 
-    def wait_until_near(self, layer: int) -> None:
-        """Blocks until the device has finished layer `layer - limit` of this pass."""
+    def layer_launched(self) -> None:
+        """Called after a layer's last stage."""
+        if self._progress is not None:
+            self._launched += 1
+            self._progress.post(self._launched)
+
+    def wait_until_near(self) -> None:
+        """Blocks until no more than `limit` launched layers are left for the device to do."""
         progress = self._progress
         if progress is not None:
-            wait_until(lambda: progress() >= layer - self._limit)
+            wait_until(lambda: (self._launched - progress.reached()) % 2**31 <= self._limit)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

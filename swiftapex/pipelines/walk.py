@@ -80,6 +80,8 @@ class Walk:
                 residuals.append(cohort.residual)
         if outputs:
             self._x = self._stages.post_attn(layer, _cat(outputs), _cat(residuals))
+        if self._with_riders:
+            self._parked.layer_launched()
 
     def results(self) -> list[tuple[BoundBatch, Tensor]]:
         """After the last layer: each batch with its x [tokens, hidden]."""

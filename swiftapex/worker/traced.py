@@ -8,7 +8,6 @@ in flight have "parked" there.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from swiftapex.attention import Attention, BoundBatch, CpuAttention, Ticket
+from swiftapex.backends.clock import Clock
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 from swiftapex.core.trace import COPIES, CPU_ATTENTION, GPU, TraceRecorder
 from swiftapex.kv.staging import Copies, CopyTicket
@@ -25,27 +25,47 @@ T = TypeVar("T")
 PARKED = "parked"
 
 
-@dataclass(slots=True)
-class BusyClock:
-    """Seconds that the GPU side has computed."""
-
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Tracer:
-    """Where spans of the GPU side go, and the clock that adds them up."""
+    """Collects what was launched in an iteration, and turns it into spans once it is done.
 
-    trace: TraceRecorder
-    busy: BusyClock
+    `gpu_s`: seconds that the GPU side has computed.
+    """
+
+    def __init__(self, trace: TraceRecorder, clock: Clock) -> None:
+        self.trace = trace
+        self.gpu_s = 0.0
+        self._clock = clock
+        self._launched: list[tuple[str, Any, Any, dict[str, Any]]] = []
+        self._handed_over: list[tuple[str, str, Callable[[], tuple[float, float]], dict[str, Any]]]
+        self._handed_over = []
+
+    def begin(self) -> None:
+        """The device is idle and an iteration starts."""
+        self._clock.restart()
 
     def timed(self, name: str, call: Callable[..., T], *args: Any, **tags: object) -> T:
-        start = time.perf_counter()
+        start = self._clock.mark()
         result = call(*args)
-        end = time.perf_counter()
-        self.busy.seconds += end - start
-        self.trace.span(GPU, name, start, end, **tags)
+        self._launched.append((name, start, self._clock.mark(), tags))
         return result
+
+    def later(
+        self, lane: str, name: str, span: Callable[[], tuple[float, float]], tags: dict[str, Any]
+    ) -> None:
+        """Work elsewhere that is done at the end of the iteration, and knows its times then."""
+        if self.trace.active:
+            self._handed_over.append((lane, name, span, tags))
+
+    def end(self) -> None:
+        """All that was launched is done."""
+        for name, start, end, tags in self._launched:
+            start_s, end_s = self._clock.seconds(start), self._clock.seconds(end)
+            self.gpu_s += end_s - start_s
+            self.trace.span(GPU, name, start_s, end_s, **tags)
+        for lane, name, span, tags in self._handed_over:
+            self.trace.span(lane, name, *span(), **tags)
+        self._launched.clear()
+        self._handed_over.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +80,16 @@ class Observed:
 
 
 def observe(
-    stages: Stages,
-    attention: Attention,
-    copies: Copies | None,
-    trace: TraceRecorder | None,
-    busy: BusyClock,
+    stages: Stages, attention: Attention, copies: Copies | None, tracer: Tracer | None
 ) -> Observed:
-    """Without `trace` nothing is timed, and `busy` stands still."""
-    if trace is None:
+    """Without `tracer` nothing is timed."""
+    if tracer is None:
         return Observed(lambda _: stages, lambda _: attention, attention, copies)
-    tracer = Tracer(trace, busy)
     return Observed(
         functools.cache(lambda sub_batch: TracedStages(stages, tracer, sub_batch)),
         functools.cache(lambda sub_batch: TracedAttention(attention, tracer, sub_batch)),
         TracedAttention(attention, tracer, PARKED),
-        None if copies is None else TracedCopies(copies, trace),
+        None if copies is None else TracedCopies(copies, tracer),
     )
 
 
@@ -110,7 +125,7 @@ class TracedAttention(Attention):
         self._tracer = tracer
         self._sub_batch = sub_batch
         if self._cpu is not None:
-            self._cpu = _TracedLane(self._cpu, tracer.trace, sub_batch)
+            self._cpu = _TracedLane(self._cpu, tracer, sub_batch)
 
     def submit(self, layer: int, batch: BoundBatch, qkv: Tensor) -> Ticket:
         call = super().submit
@@ -121,9 +136,9 @@ class TracedAttention(Attention):
 
 
 class _TracedLane:
-    def __init__(self, lane: CpuAttention, trace: TraceRecorder, sub_batch: int | str) -> None:
+    def __init__(self, lane: CpuAttention, tracer: Tracer, sub_batch: int | str) -> None:
         self._lane = lane
-        self._trace = trace
+        self._tracer = tracer
         self._sub_batch = sub_batch
 
     def submit(
@@ -131,7 +146,7 @@ class _TracedLane:
     ) -> Ticket:
         ticket = self._lane.submit(layer, kv, batch, shape, qkv)
         tags = {"layer": layer, "sub_batch": self._sub_batch, "rows": batch.num_decodes}
-        return _TracedTicket(ticket, self._trace, CPU_ATTENTION, "attend", tags)
+        return _TracedTicket(ticket, self._tracer, CPU_ATTENTION, "attend", tags)
 
     def close(self) -> None:
         self._lane.close()
@@ -140,9 +155,9 @@ class _TracedLane:
 class TracedCopies:
     """The same copies; each leaves its span once it is waited for."""
 
-    def __init__(self, copies: Copies, trace: TraceRecorder) -> None:
+    def __init__(self, copies: Copies, tracer: Tracer) -> None:
         self._copies = copies
-        self._trace = trace
+        self._tracer = tracer
 
     def submit(
         self,
@@ -153,7 +168,7 @@ class TracedCopies:
     ) -> CopyTicket:
         ticket = self._copies.submit(source, source_blocks, target, target_blocks)
         tags = {"blocks": len(source_blocks)}
-        return _TracedTicket(ticket, self._trace, COPIES, "copy", tags)
+        return _TracedTicket(ticket, self._tracer, COPIES, "copy", tags)
 
     def close(self) -> None:
         self._copies.close()
@@ -163,10 +178,10 @@ class _TracedTicket:
     """A ticket of a lane that knows when its work was done (`span`)."""
 
     def __init__(
-        self, ticket: Any, trace: TraceRecorder, lane: str, name: str, tags: dict[str, Any]
+        self, ticket: Any, tracer: Tracer, lane: str, name: str, tags: dict[str, Any]
     ) -> None:
         self._ticket = ticket
-        self._trace = trace
+        self._tracer = tracer
         self._lane = lane
         self._name = name
         self._tags = tags
@@ -176,6 +191,6 @@ class _TracedTicket:
 
     def wait(self) -> Any:
         result = self._ticket.wait()
-        if self._trace.active and hasattr(self._ticket, "span"):
-            self._trace.span(self._lane, self._name, *self._ticket.span(), **self._tags)
+        if hasattr(self._ticket, "span"):
+            self._tracer.later(self._lane, self._name, self._ticket.span, self._tags)
         return result

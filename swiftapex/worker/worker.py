@@ -28,7 +28,7 @@ from swiftapex.pipelines.parked import ParkedCohorts
 from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness
 from swiftapex.worker.bind import Binder
 from swiftapex.worker.request_table import RequestTable
-from swiftapex.worker.traced import BusyClock, observe
+from swiftapex.worker.traced import Tracer, observe
 
 _NOT_FINITE = "the model's logits are not finite: numbers overflowed in this dtype"
 
@@ -50,7 +50,8 @@ class Worker:
         self._backends = make_backends(engine, with_cpu_side=sizes.cpu_blocks > 0)
         gpu = self._backends.gpu
         try:
-            weights = source.load(dtype, allocate=gpu.allocate_weight)
+            with self._backends.active():
+                weights = source.load(dtype, gpu.device, gpu.allocate_weight)
             self._store = KVStore(shape, config.num_layers)
             self._store.allocate(Placement.GPU, gpu, sizes.gpu_blocks, dtype)
             if sizes.cpu_blocks:
@@ -66,13 +67,11 @@ class Worker:
         self._table = RequestTable(-(-max_model_len // engine.block_size), weights.device)
         self._staged: list[StagedPrefill] = []
         self._attention = Attention(self._store, gpu, self._backends.cpu_attention, shape)
-        self._gpu_busy = BusyClock()
-        observed = observe(
-            self._stages, self._attention, self._backends.copies, trace, self._gpu_busy
-        )
-        self._traced = trace is not None
+        self._tracer = None if trace is None else Tracer(trace, self._backends.clock)
+        observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
-        self._parked = ParkedCohorts(observed.parked_attention, OwnReadiness(), LaunchAhead())
+        launch_ahead = LaunchAhead(progress=self._backends.progress)
+        self._parked = ParkedCohorts(observed.parked_attention, OwnReadiness(), launch_ahead)
         binder = Binder(self._table, self._stages, engine.block_size, gpu, self._make_staged)
         self._parts = PipelineParts(
             num_layers=config.num_layers,
@@ -87,6 +86,16 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one iteration and returns once its tokens are known and its copies have retired."""
+        with self._backends.active():
+            if self._tracer is not None:
+                self._tracer.begin()
+            result = self._execute(plan)
+            self._backends.finish()
+            if self._tracer is not None:
+                self._tracer.end()
+        return result
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._table.apply(plan)
         self._parked.drop(plan.dropped)
         moves = []
@@ -107,13 +116,14 @@ class Worker:
         """Seconds of computing so far. The GPU side is only timed while there is a trace."""
         lane = self._backends.cpu_attention
         return BusyTimes(
-            self._gpu_busy.seconds if self._traced else None,
+            None if self._tracer is None else self._tracer.gpu_s,
             getattr(lane, "busy_s", None),
         )
 
     def close(self) -> None:
         """Frees KV and weights and stops all threads."""
-        self._parked.close()
+        with self._backends.active():
+            self._parked.close()
         self._pipelines.clear()
         self._backends.close()
         del self._parts, self._parked, self._attention, self._stages, self._copies
@@ -143,8 +153,9 @@ class Worker:
         params = [self._table[request_id].sampling for request_id in request_ids]
         sampled = sample(logits, params, indices, self._stages.ops.argmax)
         self._table.store_tokens(request_ids, sampled.token_ids)
-        tokens = dict(zip(request_ids, sampled.token_ids.tolist(), strict=True))
-        bad = [request_ids[i] for i in sampled.invalid.nonzero().flatten().tolist()]
+        ids, invalid = torch.stack((sampled.token_ids, sampled.invalid.long())).tolist()
+        tokens = dict(zip(request_ids, ids, strict=True))
+        bad = [r for r, is_bad in zip(request_ids, invalid, strict=True) if is_bad]
         for request_id in bad:
             del tokens[request_id]
         return StepResult(tokens, failures=dict.fromkeys(bad, _NOT_FINITE))

@@ -1,0 +1,201 @@
+"""The GPU side on a real GPU: device memory, one compute stream, native attention kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+import swiftapex._kernels_cuda as kernels
+from swiftapex.backends.cpu import zeroed_huge_pages
+from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
+from swiftapex.backends.cuda_ops import CudaOps, stream_handle
+from swiftapex.backends.reference import causal_attention, gather, split_heads
+from swiftapex.core.errors import ConfigError
+from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
+
+_REGISTER_BYTES = 1 << 30  # of host memory pinned by one call
+_ALIGNMENT = 16  # bytes, of each array in a transfer
+
+
+class CudaBackend:
+    """Work is launched on the current stream, which is this backend's inside `active`.
+
+    `sm_count`: multiprocessors that the compute stream may use, None for all. `memory`: bytes of
+    device memory that this process may take, None for all.
+    """
+
+    uses_slots = True
+
+    def __init__(self, sm_count: int | None = None, memory: int | None = None) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(self.device)
+        if memory is not None:
+            fraction = memory / properties.total_memory
+            if fraction > 1:
+                raise ConfigError(
+                    f"engine.gpu.memory: {memory} is more than the GPU's {properties.total_memory}"
+                )
+            torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        self.num_sms = properties.multi_processor_count
+        self._green: kernels.GreenContext | None = None
+        if sm_count is None:
+            self.stream = torch.cuda.Stream(self.device)
+        else:
+            self._green = kernels.GreenContext(self.device.index, sm_count)
+            self.num_sms = self._green.num_sms
+            self.stream = torch.cuda.ExternalStream(self._green.stream, device=self.device)
+        self.ops: Ops = CudaOps()
+        self._workspace = torch.zeros(0, dtype=torch.uint8, device=self.device)
+        self._pinned: list[tuple[int, int]] = []  # addresses and sizes of registered memory
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """torch works on the compute stream inside."""
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Through one piece of pinned memory, in stream order: nothing waits."""
+        offsets, size = [], 0
+        for array in arrays:
+            offsets.append(size)
+            size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        bytes_view = staging.numpy()
+        for array, offset in zip(arrays, offsets, strict=True):
+            bytes_view[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(
+                np.uint8
+            ).reshape(-1)  # fmt: skip
+        sent = staging.to(self.device, non_blocking=True)
+        return [
+            sent[offset : offset + array.nbytes]
+            .view(torch.from_numpy(array).dtype)
+            .view(array.shape)
+            for array, offset in zip(arrays, offsets, strict=True)
+        ]
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
+    ) -> Tensor:
+        size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def allocate_host_kv(
+        self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
+    ) -> Tensor:
+        """2 MiB pages, pinned piece by piece, so that the GPU's copies reach them."""
+        size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        kv = zeroed_huge_pages(size, dtype)
+        for begin in range(0, kv.nbytes, _REGISTER_BYTES):
+            address, length = kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin)
+            error = torch.cuda.cudart().cudaHostRegister(address, length, 0)
+            if int(error) != 0:
+                raise ConfigError(
+                    f"engine.cpu: {kv.nbytes / 2**30:.1f} GiB of KV cannot be pinned (CUDA error "
+                    f"{int(error)} after {begin / 2**30:.1f} GiB): use a smaller kv_tokens"
+                )
+            self._pinned.append((address, length))
+        return kv
+
+    def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def attend(
+        self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
+    ) -> Tensor:
+        assert batch.slots is not None
+        n, width = len(qkv), shape.num_q_heads * shape.head_dim
+        kernels.rope_append(
+            DTYPE_NUMBERS[qkv.dtype],
+            DTYPE_NUMBERS[kv.dtype],
+            qkv.data_ptr(),
+            0,
+            batch.slots.data_ptr(),
+            kv.data_ptr(),
+            n,
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            qkv.stride(0),
+            shape.block_size,
+            stream_handle(),
+        )
+        out = torch.empty(n, width, dtype=qkv.dtype, device=self.device)
+        if batch.num_decodes:
+            self._attend_decodes(kv, batch, shape, qkv, out)
+        begin = batch.num_decodes
+        chunks = zip(batch.chunk_lens, batch.chunk_contexts, strict=True)
+        for request, (length, context) in enumerate(chunks, start=batch.num_decodes):
+            rows = slice(begin, begin + length)
+            _attend_chunk(kv, batch.block_table[request], context, shape, qkv[rows], out[rows])
+            begin += length
+        return out
+
+    def _attend_decodes(
+        self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor, out: Tensor
+    ) -> None:
+        n = batch.num_decodes
+        sizes = (n, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+        needed = kernels.decode_attention_workspace(*sizes, self.num_sms)
+        if needed > len(self._workspace):
+            self._workspace = torch.zeros(2 * needed, dtype=torch.uint8, device=self.device)
+        kernels.decode_attention(
+            DTYPE_NUMBERS[qkv.dtype],
+            DTYPE_NUMBERS[kv.dtype],
+            qkv.data_ptr(),
+            kv.data_ptr(),
+            batch.block_table.data_ptr(),
+            batch.context_lens.data_ptr(),
+            out.data_ptr(),
+            self._workspace.data_ptr(),
+            *sizes,
+            shape.block_size,
+            batch.block_table.stride(0),
+            qkv.stride(0),
+            out.stride(0),
+            shape.scale,
+            self.num_sms,
+            stream_handle(),
+        )
+
+    def close(self) -> None:
+        """Waits for the device. KV in host memory must not be used afterwards."""
+        torch.cuda.synchronize(self.device)
+        for address, _ in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
+        self._green = None
+
+
+def _attend_chunk(
+    kv: Tensor, blocks: Tensor, context: int, shape: AttentionShape, qkv: Tensor, out: Tensor
+) -> None:
+    """One request's prefill chunk: qkv [n, q_heads + 2 * kv_heads, head_dim] holds the last n of
+    `context` tokens, whose K and V lie in `kv`. Writes out [n, q_heads * head_dim]."""
+    n = len(qkv)
+    q, k, v = split_heads(qkv, shape)
+    if n < context or kv.dtype is not qkv.dtype:
+        keys, values = gather(kv, blocks, context)  # [kv_heads, context, head_dim]
+    else:
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    if qkv.dtype is torch.float32:  # the fused kernels multiply in TF32
+        out.copy_(causal_attention(q, keys, values, shape.scale).view(n, -1))
+        return
+    o = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys.to(q.dtype)[None],
+        values.to(q.dtype)[None],
+        attn_mask=None if n == context else causal_lower_right(n, context),
+        is_causal=n == context,
+        scale=shape.scale,
+        enable_gqa=shape.num_q_heads != shape.num_kv_heads,
+    )
+    out.view(n, shape.num_q_heads, -1).copy_(o[0].transpose(0, 1))

@@ -1,0 +1,229 @@
+"""Between a GPU and the CPU side: the hand-off of decode rows, and copies of KV. No Python thread
+takes part, and the launching thread waits for neither side.
+
+A hand-off, in the order of the compute stream and of the words in kernels_cpu/task_lane.h:
+
+    stream   gather_rows   Q, K, V into pinned memory, then arrival = 1
+    CPU      attention     takes the task (arrival = 0), appends, attends, then done = 1
+    stream   wait_word     for done == 1, at the layer that merges the result
+    stream   scatter_rows  O into device memory, then done = 0
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import swiftapex._kernels_cuda as kernels
+from swiftapex.backends.cpu_lane import CpuLane, LaneTicket
+from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
+from swiftapex.backends.cuda_ops import stream_handle
+from swiftapex.backends.threads import ThreadPlan
+from swiftapex.core.ops import AttentionBatch, AttentionShape
+
+_WORD_STRIDE = 16  # int32 between words, so that no two share a cache line
+_COPY_BLOCKS = 16  # thread blocks of a copy: enough for the link, few beside the computing ones
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Pinned memory of one hand-off."""
+
+    qkv: Tensor  # [capacity, q_heads + 2 * kv_heads, head_dim]
+    out: Tensor  # [capacity, q_heads * head_dim]
+    arrival: Tensor  # [1] int32
+    done: Tensor  # [1] int32
+
+
+class CudaTicket:
+    """A hand-off in flight. `wait` is ordered by the stream: its result is there for whatever is
+    launched afterwards, and the host goes on at once."""
+
+    def __init__(self, lane: CudaCpuLane, slot: _Slot, rows: int, task: LaneTicket[Tensor]) -> None:
+        self._lane = lane
+        self._slot: _Slot | None = slot
+        self._rows = rows
+        self._task = task
+
+    def ready(self) -> bool:
+        """Whether the done word is set. False once the result was taken."""
+        return self._slot is not None and self._task.ready()
+
+    def wait(self) -> Tensor:
+        """O [rows, q_heads * head_dim] on the device, once. RuntimeError the second time."""
+        if self._slot is None:
+            raise RuntimeError("the attention result has been taken already")
+        slot, self._slot = self._slot, None
+        return self._lane.take(slot, self._rows, self._task)
+
+    def span(self) -> tuple[float, float]:
+        """Start and end of the work, in seconds of time.perf_counter, once it is done."""
+        return self._task.span()
+
+
+class CudaCpuLane:
+    """`CpuLane` behind the compute stream. Used by the launching thread alone."""
+
+    def __init__(self, threads: ThreadPlan, device: torch.device) -> None:
+        self._lane = CpuLane(threads)
+        self._device = device
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self._free: dict[tuple[int, int, int, torch.dtype], list[_Slot]] = {}
+        self._returning: deque[tuple[torch.cuda.Event, _Slot, LaneTicket[Tensor]]] = deque()
+
+    def submit(
+        self, layer: int, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
+    ) -> CudaTicket:
+        """qkv [rows, q_heads + 2 * kv_heads, head_dim] on the device, rows of any stride. kv and
+        the batch's tensors lie in host memory."""
+        rows = batch.num_decodes
+        slot = self._take_slot(rows, shape, qkv.dtype)
+        row_bytes = qkv[0].nbytes
+        kernels.gather_rows(
+            qkv.data_ptr(),
+            slot.qkv.data_ptr(),
+            rows,
+            row_bytes,
+            qkv.stride(0) * qkv.element_size(),
+            row_bytes,
+            slot.arrival.data_ptr(),
+            self._counter.data_ptr(),
+            stream_handle(),
+        )
+        task = self._lane.submit(
+            layer,
+            kv,
+            batch,
+            shape,
+            slot.qkv[:rows],
+            out=slot.out[:rows],
+            arrival=slot.arrival,
+            done=slot.done,
+        )
+        return CudaTicket(self, slot, rows, task)
+
+    def take(self, slot: _Slot, rows: int, task: LaneTicket[Tensor]) -> Tensor:
+        """The stream waits for the result and fetches it."""
+        stream = stream_handle()
+        out = torch.empty(rows, slot.out.shape[1], dtype=slot.out.dtype, device=self._device)
+        kernels.wait_word(slot.done.data_ptr(), 1, stream)
+        row_bytes = out[0].nbytes
+        kernels.scatter_rows(
+            slot.out.data_ptr(),
+            out.data_ptr(),
+            rows,
+            row_bytes,
+            row_bytes,
+            row_bytes,
+            slot.done.data_ptr(),
+            self._counter.data_ptr(),
+            stream,
+        )
+        event = torch.cuda.Event()
+        event.record()
+        self._returning.append((event, slot, task))
+        return out
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that calls took so far, those in progress not included."""
+        return self._lane.busy_s
+
+    def close(self) -> None:
+        """Lets the running call finish and cancels the others: nothing waits for them any more."""
+        self._lane.close()
+        torch.cuda.synchronize(self._device)
+        self._returning.clear()
+        self._free.clear()
+
+    def _take_slot(self, rows: int, shape: AttentionShape, dtype: torch.dtype) -> _Slot:
+        """Memory that nothing uses any more; a slot's capacity is a power of two."""
+        while self._returning and self._returning[0][0].query():
+            _, slot, task = self._returning.popleft()
+            task.wait()  # done long since: raises what went wrong in it
+            self._free[self._key(slot)].append(slot)
+        heads = shape.num_q_heads + 2 * shape.num_kv_heads
+        width = shape.num_q_heads * shape.head_dim
+        capacity = 1 << (rows - 1).bit_length()
+        free = self._free.setdefault((capacity, heads * shape.head_dim, width, dtype), [])
+        if free:
+            return free.pop()
+        words = torch.zeros(2 * _WORD_STRIDE, dtype=torch.int32, pin_memory=True)
+        return _Slot(
+            torch.empty(capacity, heads, shape.head_dim, dtype=dtype, pin_memory=True),
+            torch.empty(capacity, width, dtype=dtype, pin_memory=True),
+            words[:1],
+            words[_WORD_STRIDE : _WORD_STRIDE + 1],
+        )
+
+    @staticmethod
+    def _key(slot: _Slot) -> tuple[int, int, int, torch.dtype]:
+        return (len(slot.qkv), slot.qkv[0].numel(), slot.out.shape[1], slot.out.dtype)
+
+
+class CudaCopyTicket:
+    """A copy on the copy stream. `wait` is ordered by the compute stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """What is launched afterwards, and CPU attention that it sets off, sees the copy."""
+        self._event.wait()
+
+
+class CudaCopies:
+    """Copies KV blocks between device memory and pinned host memory, on a stream beside the
+    computing one and in the order of submission. A copy begins after what was launched before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._ids: deque[tuple[Sequence[int], Sequence[int], Tensor]] = deque(maxlen=8)
+
+    def submit(
+        self,
+        source: Tensor,
+        source_blocks: Sequence[int],
+        target: Tensor,
+        target_blocks: Sequence[int],
+    ) -> CudaCopyTicket:
+        """source and target [blocks, kv_heads, 2, block_size, head_dim], dense. Block
+        source_blocks[i] goes to target_blocks[i]."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            ids = self._device_ids(source_blocks, target_blocks)
+            kernels.copy_blocks(
+                DTYPE_NUMBERS[source.dtype],
+                DTYPE_NUMBERS[target.dtype],
+                source.data_ptr(),
+                target.data_ptr(),
+                ids[0].data_ptr(),
+                ids[1].data_ptr(),
+                len(source_blocks),
+                source[0].numel(),
+                _COPY_BLOCKS,
+                0,
+                0,
+                stream_handle(),
+            )
+            event = torch.cuda.Event()
+            event.record()
+        return CudaCopyTicket(event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+    def _device_ids(self, source: Sequence[int], target: Sequence[int]) -> Tensor:
+        """[2, pairs] int64. The layers of a pass hand in the same sequences again and again."""
+        for known_source, known_target, ids in self._ids:
+            if known_source is source and known_target is target and ids.shape[1] == len(source):
+                return ids
+        host = torch.tensor([list(source), list(target)], dtype=torch.int64).pin_memory()
+        ids = host.to(self._device, non_blocking=True)
+        self._ids.append((source, target, ids))
+        return ids
