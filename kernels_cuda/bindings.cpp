@@ -181,11 +181,9 @@ void bind_green_context(py::module_& module) {
                              "A stream on some of the multiprocessors; see green_context.h.")
         .def(py::init<int, int>(), arg("device"), arg("num_sms"))
         .def_property_readonly("num_sms", &GreenContext::num_sms)
-        .def_property_readonly(
-            "stream",
-            [](const GreenContext& self) { return reinterpret_cast<uintptr_t>(self.stream()); })
-        .def("push", &GreenContext::push)
-        .def("pop", &GreenContext::pop);
+        .def_property_readonly("stream", [](const GreenContext& self) {
+            return reinterpret_cast<uintptr_t>(self.stream());
+        });
 }
 
 }  // namespace

@@ -74,17 +74,4 @@ GreenContext::~GreenContext() {
     }
 }
 
-void GreenContext::push() {
-    CUcontext context;
-    check(driver<decltype(&cuCtxFromGreenCtx)>("cuCtxFromGreenCtx")(
-              &context, static_cast<CUgreenCtx>(context_)),
-          "cuCtxFromGreenCtx");
-    check(driver<decltype(&cuCtxPushCurrent)>("cuCtxPushCurrent")(context), "cuCtxPushCurrent");
-}
-
-void GreenContext::pop() {
-    CUcontext context;
-    check(driver<decltype(&cuCtxPopCurrent)>("cuCtxPopCurrent")(&context), "cuCtxPopCurrent");
-}
-
 }  // namespace swiftapex

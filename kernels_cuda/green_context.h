@@ -17,9 +17,6 @@ class GreenContext {
 
     int num_sms() const { return num_sms_; }
     cudaStream_t stream() const { return stream_; }
-    // Makes this the calling thread's context, and the one before it again.
-    void push();
-    void pop();
 
   private:
     void* context_ = nullptr;

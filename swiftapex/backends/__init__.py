@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,18 +17,22 @@ if TYPE_CHECKING:
     from swiftapex.core.ops import Backend
     from swiftapex.kv.staging import Copies
     from swiftapex.pipelines.readiness import Progress
+    from swiftapex.pipelines.repeated import RepeatedPasses
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
     """The GPU side, and with a CPU side: what attends over KV in host memory, and what copies KV
-    between the sides. `active`: around all work. `finish`: waits for what was launched."""
+    between the sides. `repeated` makes what records passes, from the blocks of the longest request
+    and whether spans are being traced; None: nothing does. `active`: around all work. `finish`: waits for what was
+    launched."""
 
     gpu: Backend
     cpu_attention: CpuAttention | None
     copies: Copies | None
     clock: Clock = field(default_factory=HostClock)
     progress: Progress | None = None
+    repeated: Callable[[int, Callable[[], bool]], RepeatedPasses] | None = None
     active: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     finish: Callable[[], None] = lambda: None
 
@@ -84,6 +89,7 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         )
     from swiftapex.backends.cuda import CudaBackend
     from swiftapex.backends.cuda_clock import CudaClock, CudaProgress
+    from swiftapex.backends.cuda_graphs import CudaGraphs
     from swiftapex.backends.cuda_lane import CudaCopies, CudaCpuLane
     from swiftapex.backends.threads import threads_beside_launching
 
@@ -95,5 +101,12 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     if with_cpu_side:
         lane = CudaCpuLane(threads_beside_launching(engine.cpu.threads), gpu.device)
     return Backends(
-        gpu, lane, copies, CudaClock(), CudaProgress(), gpu.active, gpu.stream.synchronize
+        gpu=gpu,
+        cpu_attention=lane,
+        copies=copies,
+        clock=CudaClock(),
+        progress=CudaProgress(),
+        repeated=functools.partial(CudaGraphs, gpu.stream),
+        active=gpu.active,
+        finish=gpu.stream.synchronize,
     )

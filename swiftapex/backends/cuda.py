@@ -53,7 +53,8 @@ class CudaBackend:
             self.num_sms = self._green.num_sms
             self.stream = torch.cuda.ExternalStream(self._green.stream, device=self.device)
         self.ops: Ops = CudaOps()
-        self._workspace = torch.zeros(0, dtype=torch.uint8, device=self.device)
+        # The newest one is used; graphs may have recorded those before it.
+        self._workspaces = [torch.zeros(0, dtype=torch.uint8, device=self.device)]
         self._pinned: list[tuple[int, int]] = []  # addresses and sizes of registered memory
 
     @contextlib.contextmanager
@@ -145,8 +146,8 @@ class CudaBackend:
         n = batch.num_decodes
         sizes = (n, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
         needed = kernels.decode_attention_workspace(*sizes, self.num_sms)
-        if needed > len(self._workspace):
-            self._workspace = torch.zeros(2 * needed, dtype=torch.uint8, device=self.device)
+        if needed > len(self._workspaces[-1]):
+            self._workspaces.append(torch.zeros(2 * needed, dtype=torch.uint8, device=self.device))
         kernels.decode_attention(
             DTYPE_NUMBERS[qkv.dtype],
             DTYPE_NUMBERS[kv.dtype],
@@ -155,7 +156,7 @@ class CudaBackend:
             batch.block_table.data_ptr(),
             batch.context_lens.data_ptr(),
             out.data_ptr(),
-            self._workspace.data_ptr(),
+            self._workspaces[-1].data_ptr(),
             *sizes,
             shape.block_size,
             batch.block_table.stride(0),
@@ -187,7 +188,7 @@ def _attend_chunk(
     else:
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
     if qkv.dtype is torch.float32:  # the fused kernels multiply in TF32
-        out.copy_(causal_attention(q, keys, values, shape.scale).view(n, -1))
+        out.copy_(causal_attention(q, keys, values, shape.scale).reshape(n, -1))
         return
     o = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],

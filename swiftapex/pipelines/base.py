@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +13,9 @@ from swiftapex.attention import Attention, BoundBatch
 from swiftapex.core.plan import StepPlan, StepResult, SubBatch
 from swiftapex.model.stages import Stages
 from swiftapex.pipelines.parked import ParkedCohorts
+
+if TYPE_CHECKING:
+    from swiftapex.pipelines.repeated import RepeatedPasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class PipelineParts:
     stages: Callable[[int], Stages]
     attention: Callable[[int], Attention]
     parked: ParkedCohorts
+    repeated: RepeatedPasses
     bind: Callable[[SubBatch], BoundBatch]
     complete: Callable[[Sequence[tuple[BoundBatch, Tensor]]], StepResult]
     """(batch, x [tokens, hidden] after the last layer) pairs -> the tokens they complete."""

@@ -15,7 +15,10 @@ class Sequential(Pipeline):
         walk = Walk(self.parts, sub_batch)
         if walk.is_empty:
             self.parts.parked.wait_for_oldest()
+        self.parts.repeated.run(walk, self._layers)
+        return self.parts.complete(walk.results())
+
+    def _layers(self, walk: Walk) -> None:
         for layer in range(self.parts.num_layers):
             walk.pre(layer)
             walk.post(layer)
-        return self.parts.complete(walk.results())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -41,6 +42,30 @@ class Walk:
     @property
     def is_empty(self) -> bool:
         return self._x is None
+
+    @property
+    def decodes(self) -> BoundBatch | None:
+        """The batch, if it is nothing but GPU decodes and no cohort can join it."""
+        main = self._main
+        if main is None or main.gpu is None or self._riders or self._parked:
+            return None
+        return main if main.gpu.num_decodes == main.num_tokens else None
+
+    @property
+    def x(self) -> Tensor:
+        """[tokens, hidden], between layers."""
+        assert self._x is not None
+        return self._x
+
+    @x.setter
+    def x(self, x: Tensor) -> None:
+        self._x = x
+
+    def like(self, main: BoundBatch, x: Tensor) -> Walk:
+        """A walk of another batch through the same parts, without cohorts."""
+        other = copy.copy(self)
+        other._main, other._x, other._with_riders = main, x, False
+        return other
 
     def pre(self, layer: int) -> None:
         """Pre-projection; then attention starts, on the CPU first: riders park with their tickets,

@@ -26,6 +26,7 @@ from swiftapex.pipelines import PIPELINES
 from swiftapex.pipelines.base import Pipeline, PipelineParts
 from swiftapex.pipelines.parked import ParkedCohorts
 from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness
+from swiftapex.pipelines.repeated import EachPassAnew, RepeatedPasses
 from swiftapex.worker.bind import Binder
 from swiftapex.worker.request_table import RequestTable
 from swiftapex.worker.traced import Tracer, observe
@@ -64,13 +65,19 @@ class Worker:
             self._backends.close()
             raise
         self._stages = Stages(config, weights, gpu.ops)
-        self._table = RequestTable(-(-max_model_len // engine.block_size), weights.device)
+        max_blocks = -(-max_model_len // engine.block_size)
+        self._table = RequestTable(max_blocks, weights.device)
         self._staged: list[StagedPrefill] = []
         self._attention = Attention(self._store, gpu, self._backends.cpu_attention, shape)
         self._tracer = None if trace is None else Tracer(trace, self._backends.clock)
         observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
         launch_ahead = LaunchAhead(progress=self._backends.progress)
+        self._repeated: RepeatedPasses = EachPassAnew()
+        if self._backends.repeated is not None:
+            self._repeated = self._backends.repeated(
+                max_blocks, lambda: trace is not None and trace.active
+            )
         self._parked = ParkedCohorts(observed.parked_attention, OwnReadiness(), launch_ahead)
         binder = Binder(self._table, self._stages, engine.block_size, gpu, self._make_staged)
         self._parts = PipelineParts(
@@ -78,6 +85,7 @@ class Worker:
             stages=observed.stages,
             attention=observed.attention,
             parked=self._parked,
+            repeated=self._repeated,
             bind=binder.bind,
             complete=self._complete,
         )
@@ -126,7 +134,7 @@ class Worker:
             self._parked.close()
         self._pipelines.clear()
         self._backends.close()
-        del self._parts, self._parked, self._attention, self._stages, self._copies
+        del self._parts, self._parked, self._attention, self._stages, self._copies, self._repeated
         self._store.close()
 
     def _pipeline(self, name: str) -> Pipeline:

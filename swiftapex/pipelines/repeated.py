@@ -1,0 +1,21 @@
+"""Passes whose shape repeats: a device may record one and replay it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from swiftapex.pipelines.walk import Walk
+
+
+class RepeatedPasses(Protocol):
+    def run(self, walk: Walk, layers: Callable[[Walk], None]) -> None:
+        """Takes `walk` through all layers as `layers` does, which is the same function each time
+        and reads nothing but its argument and the worker's lasting state."""
+
+
+class EachPassAnew:
+    """For devices that record nothing."""
+
+    def run(self, walk: Walk, layers: Callable[[Walk], None]) -> None:
+        layers(walk)
