@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Backends:
     """The GPU side, and with a CPU side: what attends over KV in host memory, and what copies KV
     between the sides. `repeated` makes what records passes, from the blocks of the longest request
-    and whether spans are being traced; None: nothing does. `active`: around all work. `finish`: waits for what was
-    launched."""
+    and whether spans are being traced; None: nothing does. `active`: around all work. `finish`:
+    waits for what was launched."""
 
     gpu: Backend
     cpu_attention: CpuAttention | None

@@ -14,7 +14,7 @@ from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
-from swiftapex.core.request import FinishReason, Placement, Request, SamplingParams
+from swiftapex.core.request import SIDES, FinishReason, Placement, Request, SamplingParams
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.admission import check_prompt, fit_sampling
 from swiftapex.engine.costs import default_cost_model
@@ -134,6 +134,25 @@ class Engine:
             if self.tokenizer is not None and (stream or sampling.stop):
                 self._streams[request_id] = TextStream(self.tokenizer, sampling.stop)
             return request
+
+    def add_in_progress(
+        self, prompt: Sequence[int], sampling: SamplingParams, num_generated: int
+    ) -> Request:
+        """A request that has generated `num_generated` tokens already, so that a measurement begins
+        in the steady state: its blocks hold whatever lies in them, its tokens so far are made up.
+        On the GPU while it fits there, else on the CPU; RequestError where neither has room."""
+        with self._lock:
+            request = self.add(prompt, sampling)
+            request.output_ids.extend([self._blocks.block_size] * max(1, num_generated))
+            request.num_computed = request.num_tokens - 1
+            for side in SIDES:
+                if self._state.can_start(request, side):
+                    self._state.start(request, side)
+                    return request
+            self._end(request, FinishReason.ABORT)
+            raise RequestError(
+                f"no KV blocks are left for a request of {request.num_tokens} tokens"
+            )
 
     def encode(self, prompt: str | Sequence[int], chat: bool = False) -> Sequence[int]:
         """Token ids of a text (ids are returned as they are)."""
