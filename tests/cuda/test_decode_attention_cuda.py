@@ -172,4 +172,4 @@ def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="head_dim"):
         make_case([5], head_dim=12).run()
     with pytest.raises(ValueError, match="num_ctas"):
-        make_case([5]).run(num_ctas=5000)
+        make_case([5]).run(5000, torch.zeros(1 << 20, dtype=torch.uint8, device="cuda"))
