@@ -53,6 +53,8 @@ CONTEXTS = {
     "256 x 128": (128,) * 256,
     "1 x 12288 + 31 x 132": (12288,) + (132,) * 31,
 }
+import os
+SHUFFLE = not os.environ.get("SEQ")
 POOL_BYTES = 4 << 30
 CALLS_PER_SAMPLE = 8
 
@@ -77,7 +79,9 @@ def measure(setting: Setting, pool: Tensor, sms: int, ctas_per_sm: int, samples:
     blocks_of = [-(-context // block_size) for context in setting.contexts]
     total = sum(blocks_of)
     num_sets = max(2, POOL_BYTES // setting.block_bytes // total)
-    order = torch.randperm(POOL_BYTES // setting.block_bytes, dtype=torch.int32)
+    order = torch.arange(POOL_BYTES // setting.block_bytes, dtype=torch.int32)
+    if SHUFFLE:
+        order = order[torch.randperm(len(order))]
     table = torch.zeros(num_sets, n, max(blocks_of), dtype=torch.int32)
     for index in range(num_sets):
         first = index * total
