@@ -10,7 +10,7 @@ namespace swiftapex {
 constexpr int kTileTokens = 16;  // tokens that a warp takes at once
 constexpr int kMaxGroup = 16;    // q heads of a KV head
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxWarps = 8;  // of a thread block
+constexpr int kMaxWarps = 16;  // of a thread block
 constexpr int kMaxCtas = 4096;
 
 struct DecodeArgs {
@@ -26,17 +26,13 @@ struct DecodeArgs {
     int splits;  // parts in which a group is taken, each reading K and V once
     int heads;   // q heads of such a part
     float scale_log2;
-    int stages;  // tiles of a warp in shared memory
+    int stages;  // tiles of a warp in shared memory, where a kernel copies them there
 };
 
 // A partial result: [heads][head_dim] sums, then [heads] maxima, then [heads] sums of weights.
-__host__ __device__ inline int64_t slot_floats(int64_t heads, int64_t head_dim) {
+__host__ __device__ inline int slot_floats(int heads, int head_dim) {
     return (heads * (head_dim + 2) + 3) / 4 * 4;
 }
-
-// Floats between the heads of a warp's sums in shared memory; the 4 keep the stores of a warp of
-// mma fragments in different banks.
-__host__ __device__ inline int merge_stride(int head_dim) { return head_dim + 4; }
 
 // Launches for args with all fields set but splits, heads and stages. decode_attention_mma returns
 // false where it has no kernel for the shape or the device.

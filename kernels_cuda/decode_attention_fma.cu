@@ -4,16 +4,47 @@
 namespace swiftapex {
 namespace {
 
+// 16 bytes from global to shared memory, or zeros, without waiting.
+__device__ inline void copy_async(void* shared, const void* global, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+#else
+    *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : uint4{};
+#endif
+}
+
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for the older one of two groups of copies, or for the only one.
+__device__ inline void wait_copies(int stages) {
+#if __CUDA_ARCH__ >= 800
+    if (stages == 2) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+    } else {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+#endif
+}
+
 // kHeads: at least args.heads. A stage holds the tile's rows of K, then those of V. Scores: lane
 // 2t + h takes half of the 16-byte chunks of token t's row. Sums: lane d takes the dims d + 32 i.
 template <class KV, int kHeads>
 struct FmaTile {
     static constexpr int kChunk = kVector<KV>;  // elements
     static constexpr int kDims = kMaxHeadDim / 32;
-    static constexpr unsigned kAll = 0xffffffffu;
+    static constexpr int kWarps = 8;
 
     float sums[kHeads][kDims], maxima[kHeads], weights[kHeads];
     int lane, chunks;
+    char* stages;                                          // of this warp
+    int stage;                                             // whose tile comes next
     int first_token, first_chunk, token_step, chunk_step;  // of the copy's walk over chunks
 
     // Chunks of a row in shared memory, 2 mod 8: then the eight lanes that are served at once, four
@@ -26,15 +57,31 @@ struct FmaTile {
         return 2 * kTileTokens * row_chunks(head_dim) * 16;
     }
 
-    __device__ explicit FmaTile(const DecodeArgs& args)
-        : lane(threadIdx.x % 32), chunks(args.head_dim / kChunk) {
+    __device__ FmaTile(const DecodeArgs& args, float* memory)
+        : lane(threadIdx.x % 32), chunks(args.head_dim / kChunk), stage(0) {
+        stages = reinterpret_cast<char*>(memory) +
+                 threadIdx.x / 32 * args.stages * stage_bytes(args.head_dim);
         first_token = lane / chunks, first_chunk = lane % chunks;
         token_step = 32 / chunks, chunk_step = 32 % chunks;
     }
 
-    __device__ void copy(const DecodeArgs& args, char* stage, const CopyCursor& cursor) const {
-        const int row = row_chunks(args.head_dim);
-        const int head = cursor.segment.head / args.splits, first = cursor.token();
+    __device__ void start(const DecodeArgs& args, Cursor& cursor) {
+        for (int i = 0; i < args.stages; ++i) {
+            copy(args, stages + i * stage_bytes(args.head_dim), cursor);
+        }
+    }
+
+    __device__ void copy(const DecodeArgs& args, char* target, Cursor& cursor) const {
+        if (cursor.valid()) {
+            copy_tile(args, target, cursor);
+            cursor.move(args);
+        }
+        commit_copies();
+    }
+
+    __device__ void copy_tile(const DecodeArgs& args, char* tile, const Cursor& cursor) const {
+        const int row = row_chunks(args.head_dim), table_block = cursor.block();
+        const int head = cursor.segment.head / args.splits, first = cursor.tile() * kTileTokens;
         const int valid = cursor.segment.context - first;
         const int64_t plane = int64_t{args.block_size} * args.head_dim;
         const bool one_block = args.block_size % kTileTokens == 0;
@@ -43,11 +90,11 @@ struct FmaTile {
         while (token < kTileTokens) {
             const bool is_valid = token < valid;
             const int position = first + (is_valid ? token : 0);
-            const int64_t block = one_block ? cursor.block : table[position / args.block_size];
+            const int64_t block = one_block ? table_block : table[position / args.block_size];
             const KV* k = static_cast<const KV*>(args.kv) +
                           (block * args.kv_heads + head) * 2 * plane +
                           int64_t{position % args.block_size} * args.head_dim + chunk * kChunk;
-            char* target = stage + (token * row + chunk) * 16;
+            char* target = tile + (token * row + chunk) * 16;
             copy_async(target, k, is_valid);
             copy_async(target + kTileTokens * row * 16, k + plane, is_valid);
             token += token_step, chunk += chunk_step;
@@ -57,12 +104,11 @@ struct FmaTile {
 
     // scratch: the queries, [kHeads][head_dim] float32; heads beyond the last are not read.
     __device__ void begin(const DecodeArgs& args, const Segment& segment, float* scratch) {
-        int heads;
-        const int64_t first =
-            out_offset(args, segment, heads) + segment.row * (args.q_stride - args.out_stride);
+        const Heads heads = heads_of(args, segment);
+        const int64_t first = segment.row * args.q_stride + int64_t{heads.first} * args.head_dim;
         for (int i = lane; i < args.heads * args.head_dim; i += 32) {
             float value = 0.0f;
-            if (i < heads * args.head_dim) {
+            if (i < heads.count * args.head_dim) {
                 if (args.dtype == kFloat32) {
                     value = static_cast<const float*>(args.q)[first + i];
                 } else if (args.dtype == kFloat16) {
@@ -82,19 +128,24 @@ struct FmaTile {
         __syncwarp();
     }
 
-    __device__ void step(const DecodeArgs& args, const char* stage, const float* scratch,
-                         int valid) {
+    __device__ void step(const DecodeArgs& args, const float* scratch, int valid, Cursor& cursor) {
+        char* tile = stages + stage * stage_bytes(args.head_dim);
+        wait_copies(args.stages);
+        __syncwarp();
         float scores[kHeads];
-        compute_scores(args, stage, scratch, scores);
+        compute_scores(args, tile, scratch, scores);
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
-            float score = scores[head] + __shfl_xor_sync(kAll, scores[head], 1);
+            float score = scores[head] + __shfl_xor_sync(kAllLanes, scores[head], 1);
             score = lane / 2 < valid ? score * args.scale_log2 : -INFINITY;
-            if (__any_sync(kAll, score > maxima[head])) raise_maximum(head, score);
+            if (__any_sync(kAllLanes, score > maxima[head])) raise_maximum(head, score);
             scores[head] = exp2f(score - maxima[head]);
             weights[head] += scores[head];
         }
-        add_values(args, stage + kTileTokens * row_chunks(args.head_dim) * 16, scores);
+        add_values(args, tile + kTileTokens * row_chunks(args.head_dim) * 16, scores);
+        __syncwarp();
+        copy(args, tile, cursor);
+        stage = stage + 1 == args.stages ? 0 : stage + 1;
     }
 
     __device__ void compute_scores(const DecodeArgs& args, const char* stage, const float* scratch,
@@ -124,7 +175,7 @@ struct FmaTile {
         float maximum = fmaxf(maxima[head], score);
 #pragma unroll
         for (int distance = 16; distance > 1; distance /= 2) {
-            maximum = fmaxf(maximum, __shfl_xor_sync(kAll, maximum, distance));
+            maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
         }
         const float factor = exp2f(maxima[head] - maximum);
         maxima[head] = maximum;
@@ -146,31 +197,29 @@ struct FmaTile {
             }
 #pragma unroll
             for (int head = 0; head < kHeads; ++head) {
-                const float weight = __shfl_sync(kAll, scores[head], 2 * token);
+                const float weight = __shfl_sync(kAllLanes, scores[head], 2 * token);
 #pragma unroll
                 for (int i = 0; i < kDims; ++i) sums[head][i] += weight * values[i];
             }
         }
     }
 
-    __device__ void finish(const DecodeArgs& args, float* target, float* target_maxima,
-                           float* target_weights) {
+    __device__ void finish(const DecodeArgs& args, float* slot) {
         __syncwarp();  // the queries have been read
+        float* scalars = slot + args.heads * args.head_dim;
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
             if (head >= args.heads) break;
             float weight = weights[head];
 #pragma unroll
             for (int distance = 16; distance > 1; distance /= 2) {
-                weight += __shfl_xor_sync(kAll, weight, distance);
+                weight += __shfl_xor_sync(kAllLanes, weight, distance);
             }
-            if (lane == 0) target_maxima[head] = maxima[head], target_weights[head] = weight;
+            if (lane == 0) scalars[head] = maxima[head], scalars[args.heads + head] = weight;
 #pragma unroll
             for (int i = 0; i < kDims; ++i) {
                 const int dim = lane + 32 * i;
-                if (dim < args.head_dim) {
-                    target[head * merge_stride(args.head_dim) + dim] = sums[head][i];
-                }
+                if (dim < args.head_dim) slot[head * args.head_dim + dim] = sums[head][i];
             }
         }
     }

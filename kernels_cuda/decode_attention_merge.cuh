@@ -1,6 +1,8 @@
-// From the warps' sums to the output: within a block through shared memory, between blocks through
-// the workspace. Softmax weights are powers of two of (score - maximum), scores being scaled by
-// log2(e) * scale; sums with different maxima are brought to the larger one.
+// From the warps' sums to the output. A warp writes the output of its whole segments by itself;
+// what it has of others stays in shared memory, is merged there with what the block's other warps
+// have, and, for segments that other blocks share, through the workspace. Softmax weights are
+// powers of two of (score - maximum), scores being scaled by log2(e) * scale; sums with different
+// maxima are brought to the larger one.
 #pragma once
 
 #include "kernels_cuda/decode_attention_plan.cuh"
@@ -14,25 +16,24 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-// Shared memory in front of the warps' stages.
+// Shared memory of the block. Slot 2w is for the segment that warp w has from the warp before it,
+// slot 2w + 1 for the one that it starts and the next warp goes on with.
 struct MergeArea {
-    float* sums;          // [warps][heads][merge_stride(head_dim)]
-    float* maxima;        // [warps][kMaxGroup]
-    float* weights;       // [warps][kMaxGroup], sums of
-    float* total_max;     // [kMaxGroup]
-    float* total_weight;  // [kMaxGroup]
-    int* is_last;
+    float* slots;             // [2 * warps][slot_floats]
+    Segment* segments;        // [2 * warps]; tiles 0: the slot is empty
+    float *maxima, *weights;  // [kMaxGroup]
+    int* is_last;             // [2]
 
-    static __host__ __device__ int bytes(int warps, int heads, int head_dim) {
-        return warps * heads * merge_stride(head_dim) * 4 + (warps + 1) * kMaxGroup * 2 * 4 + 16;
+    static constexpr int kFixed = 2 * kMaxWarps * sizeof(Segment) + 2 * kMaxGroup * 4 + 16;
+    static int bytes(int warps, int heads, int head_dim) {
+        return kFixed + warps * 2 * slot_floats(heads, head_dim) * 4;
     }
-    __device__ MergeArea(float* memory, int warps, int heads, int head_dim) {
-        sums = memory;
-        maxima = sums + warps * heads * merge_stride(head_dim);
-        weights = maxima + warps * kMaxGroup;
-        total_max = weights + warps * kMaxGroup;
-        total_weight = total_max + kMaxGroup;
-        is_last = reinterpret_cast<int*>(total_weight + kMaxGroup);
+    __device__ explicit MergeArea(float4* memory)
+        : segments(reinterpret_cast<Segment*>(memory)),
+          maxima(reinterpret_cast<float*>(segments + 2 * kMaxWarps)),
+          weights(maxima + kMaxGroup),
+          is_last(reinterpret_cast<int*>(weights + kMaxGroup)) {
+        slots = reinterpret_cast<float*>(is_last + 4);
     }
 };
 
@@ -60,83 +61,89 @@ __device__ inline float4 scaled(float4 x, float weight) {
     return {x.x * weight, x.y * weight, x.z * weight, x.w * weight};
 }
 
-// Where the output of a segment's first head begins, and how many heads it has: the last part of a
-// group may have fewer.
-__device__ inline int64_t out_offset(const DecodeArgs& args, const Segment& segment, int& heads) {
-    const int kv_head = segment.head / args.splits, split = segment.head % args.splits;
-    const int first = split * args.heads;
-    heads = args.group - first < args.heads ? args.group - first : args.heads;
-    return segment.row * args.out_stride + (int64_t{kv_head} * args.group + first) * args.head_dim;
+// The q heads of a segment: the last part of a group may have fewer than args.heads.
+struct Heads {
+    int first, count;
+};
+__device__ inline Heads heads_of(const DecodeArgs& args, const Segment& segment) {
+    const int kv_head = segment.head / args.splits;
+    const int skipped = segment.head % args.splits * args.heads;
+    const int rest = args.group - skipped;
+    return {kv_head * args.group + skipped, rest < args.heads ? rest : args.heads};
 }
 
-// The block's warps have left their sums in `area`. Writes the output if the segment is all this
-// block's, else a partial result to the workspace; the last block to do so for a segment merges
-// them, in the order of the blocks, so that the bits do not depend on which one that is.
-__device__ inline void merge_segment(const DecodeArgs& args, const Piece& piece,
-                                     const Segment& segment, const MergeArea& area) {
-    const int warps = blockDim.x / 32, stride = merge_stride(args.head_dim);
+// By one warp: the output of a segment whose sums are all in `slot`.
+__device__ inline void store_whole(const DecodeArgs& args, const Segment& segment,
+                                   const float* slot) {
+    const Heads heads = heads_of(args, segment);
     const int quads = args.head_dim / 4;
-    int heads;
-    const int64_t offset = out_offset(args, segment, heads);
+    const float* weights = slot + args.heads * (args.head_dim + 1);
+    const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
+    for (int item = threadIdx.x % 32; item < heads.count * quads; item += 32) {
+        const float4 sum = reinterpret_cast<const float4*>(slot)[item];
+        store_out(args, out + item * 4, scaled(sum, 1.0f / weights[item / quads]));
+    }
+}
+
+// Slots `begin` to `end` of the area, one segment's, to the output, or, if other blocks have parts
+// of it too, to the workspace. `turn` shifts the work to other threads, for the next segment.
+__device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
+                                   const MergeArea& area, int begin, int end, int turn) {
+    const Segment segment = area.segments[begin];
+    const Heads heads = heads_of(args, segment);
+    const int quads = args.head_dim / 4, slot = slot_floats(args.heads, args.head_dim);
+    const int scalars = args.heads * args.head_dim, items = heads.count * quads;
     const bool starts_here = segment.start >= piece.begin;
     const bool is_whole = starts_here && segment.end() <= piece.end;
-    const int64_t slot = slot_floats(args.heads, args.head_dim);
-    // A piece has at most one segment from an earlier block, its slot 0, and one that starts here
-    // and goes on in the next, its slot 1.
+    const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
     float* partial = args.partials + (2 * int64_t{blockIdx.x} + starts_here) * slot;
 
-    __syncthreads();
-    for (int item = threadIdx.x; item < heads * quads; item += blockDim.x) {
-        const int head = item / quads, dim = item % quads * 4;
+    const int threads = blockDim.x, shift = turn * items % threads;
+    for (int item = (threadIdx.x + threads - shift) % threads; item < items; item += threads) {
+        const int head = item / quads;
         float maximum = -INFINITY, weight = 0.0f;
-        for (int w = 0; w < warps; ++w) {
-            maximum = fmaxf(maximum, area.maxima[w * kMaxGroup + head]);
+        for (int i = begin; i < end; ++i) {
+            if (area.segments[i].tiles == 0) continue;
+            maximum = fmaxf(maximum, area.slots[i * slot + scalars + head]);
         }
         float4 sum{};
-        for (int w = 0; w < warps; ++w) {
-            const float share = exp2_fast(area.maxima[w * kMaxGroup + head] - maximum);
-            weight += share * area.weights[w * kMaxGroup + head];
-            const float* of_warp = area.sums + (w * args.heads + head) * stride + dim;
-            add_scaled(sum, *reinterpret_cast<const float4*>(of_warp), share);
+        for (int i = begin; i < end; ++i) {
+            if (area.segments[i].tiles == 0) continue;
+            const float* of_warp = area.slots + i * slot;
+            const float share = exp2_fast(of_warp[scalars + head] - maximum);
+            weight += share * of_warp[scalars + args.heads + head];
+            add_scaled(sum, reinterpret_cast<const float4*>(of_warp)[item], share);
         }
         if (is_whole) {
-            store_out(args, offset + head * args.head_dim + dim, scaled(sum, 1.0f / weight));
+            store_out(args, out + item * 4, scaled(sum, 1.0f / weight));
             continue;
         }
-        __stcg(reinterpret_cast<float4*>(partial + head * args.head_dim + dim), sum);
-        if (dim == 0) {
-            float* scalars = partial + args.heads * args.head_dim;
-            __stcg(scalars + head, maximum);
-            __stcg(scalars + args.heads + head, weight);
+        __stcg(reinterpret_cast<float4*>(partial) + item, sum);
+        if (item % quads == 0) {
+            __stcg(partial + scalars + head, maximum);
+            __stcg(partial + scalars + args.heads + head, weight);
         }
     }
-    if (is_whole) return;
+}
 
-    const int first = piece.owner(segment.start), last = piece.owner(segment.end() - 1);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        // A block starts at most one shared segment, so its counter serves that one.
-        const bool is_last = atomicAdd(args.counters + first, 1) == last - first;
-        if (is_last) args.counters[first] = 0;
-        *area.is_last = is_last;
-    }
-    __syncthreads();
-    if (!*area.is_last) return;
-    __threadfence();
-
+// The partial results that the blocks first to last left for a segment, in this order.
+__device__ inline void merge_blocks(const DecodeArgs& args, const Segment& segment,
+                                    const MergeArea& area, int first, int last) {
+    const Heads heads = heads_of(args, segment);
+    const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
+    const int64_t slot = slot_floats(args.heads, args.head_dim);
     const auto slot_of = [&](int cta) {
         return args.partials + (2 * int64_t{cta} + (cta == first)) * slot;
     };
-    const int lane = threadIdx.x % 32, scalars = args.heads * args.head_dim;
-    for (int head = threadIdx.x / 32; head < heads; head += warps) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    for (int head = warp; head < heads.count; head += warps) {
         float maximum = -INFINITY, weight = 0.0f;
         for (int cta = first + lane; cta <= last; cta += 32) {
             maximum = fmaxf(maximum, __ldcg(slot_of(cta) + scalars + head));
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) {
-            maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, distance));
+            maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
         }
         for (int cta = first + lane; cta <= last; cta += 32) {
             const float* values = slot_of(cta) + scalars + head;
@@ -144,24 +151,69 @@ __device__ inline void merge_segment(const DecodeArgs& args, const Piece& piece,
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) {
-            weight += __shfl_xor_sync(0xffffffffu, weight, distance);
+            weight += __shfl_xor_sync(kAllLanes, weight, distance);
         }
-        if (lane == 0) area.total_max[head] = maximum, area.total_weight[head] = weight;
+        if (lane == 0) area.maxima[head] = maximum, area.weights[head] = weight;
     }
     __syncthreads();
-    for (int item = threadIdx.x; item < heads * quads; item += blockDim.x) {
-        const int head = item / quads, dim = item % quads * 4;
+    const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
+    for (int item = threadIdx.x; item < heads.count * quads; item += blockDim.x) {
+        const int head = item / quads;
         float4 sum{};
-#pragma unroll 4
+#pragma unroll 8
         for (int cta = first; cta <= last; ++cta) {
-            const float* partial_of = slot_of(cta);
-            const float share =
-                exp2_fast(__ldcg(partial_of + scalars + head) - area.total_max[head]);
-            const float* values = partial_of + head * args.head_dim + dim;
-            add_scaled(sum, __ldcg(reinterpret_cast<const float4*>(values)), share);
+            const float* partial = slot_of(cta);
+            const float share = exp2_fast(__ldcg(partial + scalars + head) - area.maxima[head]);
+            add_scaled(sum, __ldcg(reinterpret_cast<const float4*>(partial) + item), share);
         }
-        store_out(args, offset + head * args.head_dim + dim,
-                  scaled(sum, 1.0f / area.total_weight[head]));
+        store_out(args, out + item * 4, scaled(sum, 1.0f / area.weights[head]));
+    }
+    __syncthreads();
+}
+
+// By the whole block, once its warps have left what they have in the area.
+__device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
+                                   const MergeArea& area) {
+    __syncthreads();
+    // A segment's slots lie side by side: they begin where a warp starts one, and at the first.
+    const int lane = threadIdx.x % 32, slots = blockDim.x / 16;
+    const bool used = lane < slots && area.segments[lane].tiles > 0;
+    const unsigned all = __ballot_sync(kAllLanes, used);
+    unsigned begins = (all & 0xaaaaaaaau) | (all & (0u - all));
+    int from_before = -1, to_next = -1;  // slots of the segments that other blocks share
+    for (int turn = 0; begins != 0; ++turn) {
+        const int begin = __ffs(begins) - 1;
+        begins &= begins - 1;
+        merge_slots(args, piece, area, begin, begins != 0 ? __ffs(begins) - 1 : slots, turn);
+        if (area.segments[begin].start < piece.begin) {
+            from_before = begin;
+        } else if (area.segments[begin].end() > piece.end) {
+            to_next = begin;
+        }
+    }
+    if (from_before < 0 && to_next < 0) return;
+
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x < 2) {
+        const int slot = threadIdx.x == 0 ? from_before : to_next;
+        area.is_last[threadIdx.x] = 0;
+        if (slot >= 0) {
+            // A block starts at most one shared segment, so its counter serves that one.
+            const Segment& segment = area.segments[slot];
+            const int first = piece.owner(segment.start), last = piece.owner(segment.end() - 1);
+            const bool is_last = atomicAdd(args.counters + first, 1) == last - first;
+            if (is_last) args.counters[first] = 0;
+            area.is_last[threadIdx.x] = is_last;
+        }
+    }
+    __syncthreads();
+    for (int i = 0; i < 2; ++i) {
+        if (!area.is_last[i]) continue;
+        __threadfence();
+        const Segment segment = area.segments[i == 0 ? from_before : to_next];
+        merge_blocks(args, segment, area, piece.owner(segment.start),
+                     piece.owner(segment.end() - 1));
     }
 }
 

@@ -1,104 +1,146 @@
 // A tile on the tensor cores: 16-bit KV of q's dtype. K and V are the wide operands, 16 tokens or
 // 16 dims high; the group's q heads are the 8 columns, or twice 8, some of them empty. So one
 // instruction serves 256 elements of K or V whatever the group, and memory stays the limit.
+//
+// K and V go from memory straight into the registers that the tensor cores read, 16 bytes a load,
+// and the next tile's loads are under way while this one is computed: no shared memory, no barrier.
+// That works because the order of what is summed over is free: lane 4g + t takes 8 neighbouring
+// dims of K for the columns t of two products, and q is loaded alike.
 #include "kernels_cuda/decode_attention_kernel.cuh"
 #include "kernels_cuda/mma.cuh"
 
 namespace swiftapex {
 namespace {
 
+// volatile: stays where it is written, ahead of the computation.
+__device__ inline uint4 load_ahead(const void* address) {
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(address));
+    return x;
+}
+
 // kColumns: groups of 8 columns. Scores are tokens x heads = K q^T, sums dims x heads = V^T p. In
-// both, a lane's columns are heads 8c + 2t + {0, 1} (lane = 4 g + t).
+// both, a lane's columns are heads 8c + 2t + {0, 1} (lane = 4g + t).
 template <class T, int kHeadDim, int kColumns>
 struct MmaTile {
-    static constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, a row
-    static constexpr int kSteps = kHeadDim / 16;
-    static constexpr unsigned kAll = 0xffffffffu;
+    static constexpr int kKLoads = kHeadDim / 32;         // of a row: chunk 4i + t
+    static constexpr int kVLoads = (kHeadDim + 63) / 64;  // of a row: chunk 8i + g
+    // As many as the registers allow.
+    static constexpr int kWarps = kHeadDim * kColumns <= 64    ? 16
+                                  : kHeadDim * kColumns <= 128 ? 12
+                                                               : 8;
 
-    unsigned queries[kSteps][kColumns][2];
-    float sums[kSteps][kColumns][4];
-    float maxima[kColumns][2];   // the same in all lanes of equal t
-    float weights[kColumns][2];  // of this lane's tokens
-    int lane;
+    uint4 queries[kKLoads][kColumns];
+    uint4 k[kKLoads][2];                  // rows g and g + 8
+    uint4 v[kVLoads][4];                  // rows 2t, 2t + 1, 2t + 8, 2t + 9
+    float sums[kVLoads][4][kColumns][4];  // dims 8 (8i + g) + 2j + {0, 1}
+    float maxima[kColumns][2];            // the same in all lanes of equal t
+    float weights[kColumns][2];           // of this lane's tokens
+    const T* tile;                        // K of the tile that is read
+    int64_t plane;                        // from K to V
+    int last_row;                         // of the tile that is read
 
-    static __host__ __device__ int stage_bytes(int) { return 2 * kTileTokens * kHeadDim * 2; }
+    static int stage_bytes(int) { return 0; }
 
-    // Byte offset of a row's chunk, permuted within the row so that the same chunk of eight rows
-    // lies in eight different groups of banks.
-    static __device__ int place(int row, int chunk) {
-        constexpr int kMask = kChunks % 8 == 0 ? 7 : kChunks % 4 == 0 ? 3 : 1;
-        constexpr int kShift = kMask == 7 ? 0 : kMask == 3 ? 1 : 2;
-        return (row * kChunks + (chunk ^ (row >> kShift & kMask))) * 16;
+    __device__ MmaTile(const DecodeArgs& args, float*)
+        : plane(int64_t{args.block_size} * kHeadDim) {}
+
+    static __device__ int g() { return threadIdx.x % 32 / 4; }
+    static __device__ int t() { return threadIdx.x % 4; }
+
+    // Rows past the context are read as its last one: their weights are 0, but 0 * NaN is not.
+    __device__ const T* row(int index) const {
+        return tile + (index < last_row ? index : last_row) * kHeadDim;
+    }
+    __device__ void load_k() {
+        const T *low = row(g()) + t() * 8, *high = row(g() + 8) + t() * 8;
+#pragma unroll
+        for (int i = 0; i < kKLoads; ++i) {
+            k[i][0] = load_ahead(low + i * 32);
+            k[i][1] = load_ahead(high + i * 32);
+        }
+    }
+    __device__ void load_v() {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const T* from = row(2 * t() + j % 2 + j / 2 * 8) + plane + g() * 8;
+#pragma unroll
+            for (int i = 0; i < kVLoads; ++i) {
+                const bool exists = kHeadDim % 64 == 0 || 8 * i + g() < kHeadDim / 8;
+                v[i][j] = exists ? load_ahead(from + i * 64) : uint4{};
+            }
+        }
+    }
+    __device__ void find_tile(const DecodeArgs& args, const Cursor& cursor) {
+        const int first = cursor.tile() * kTileTokens, rest = cursor.segment.context - first;
+        tile = static_cast<const T*>(args.kv) +
+               (int64_t{cursor.block()} * args.kv_heads + cursor.segment.head / args.splits) * 2 *
+                   plane +
+               first % args.block_size * kHeadDim;
+        last_row = rest < kTileTokens ? rest - 1 : kTileTokens - 1;
     }
 
-    __device__ explicit MmaTile(const DecodeArgs&) : lane(threadIdx.x % 32) {}
-
-    __device__ void copy(const DecodeArgs& args, char* stage, const CopyCursor& cursor) const {
-        const int first = cursor.token(), valid = cursor.segment.context - first;
-        const int64_t plane = int64_t{args.block_size} * kHeadDim;
-        const T* k = static_cast<const T*>(args.kv) +
-                     (int64_t{cursor.block} * args.kv_heads + cursor.segment.head) * 2 * plane +
-                     first % args.block_size * kHeadDim + lane * 8;
-#pragma unroll
-        for (int i = 0; i < kChunks / 2; ++i) {  // 16 rows are kChunks / 2 chunks a lane
-            const int chunk = i * 32 + lane, row = chunk / kChunks;
-            char* target = stage + place(row, chunk % kChunks);
-            copy_async(target, k + i * 256, row < valid);
-            copy_async(target + kTileTokens * kHeadDim * 2, k + plane + i * 256, row < valid);
-        }
+    __device__ void start(const DecodeArgs& args, Cursor& cursor) {
+        find_tile(args, cursor);
+        load_k();
+        load_v();
+        cursor.move(args);
     }
 
     __device__ void begin(const DecodeArgs& args, const Segment& segment, float*) {
+        const Heads heads = heads_of(args, segment);
         const T* q = static_cast<const T*>(args.q) + segment.row * args.q_stride +
-                     int64_t{segment.head} * args.group * kHeadDim + lane % 4 * 2;
+                     int64_t{heads.first} * kHeadDim + t() * 8;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-            const int head = c * 8 + lane / 4;
+            const int head = 8 * c + g();
+#pragma unroll
+            for (int i = 0; i < kKLoads; ++i) {
+                const T* chunk = q + head * kHeadDim + i * 32;
+                queries[i][c] =
+                    head < heads.count ? *reinterpret_cast<const uint4*>(chunk) : uint4{};
+            }
             maxima[c][0] = maxima[c][1] = -INFINITY;
             weights[c][0] = weights[c][1] = 0.0f;
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const T* pair = q + head * kHeadDim + step * 16 + half * 8;
-                    queries[step][c][half] =
-                        head < args.group ? *reinterpret_cast<const unsigned*>(pair) : 0u;
-                }
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sums[step][c][i] = 0.0f;
-            }
+            for (int i = 0; i < kVLoads * 16; ++i) sums[i / 16][i / 4 % 4][c][i % 4] = 0.0f;
         }
     }
 
-    __device__ void step(const DecodeArgs& args, const char* stage, const float*, int valid) {
+    __device__ void step(const DecodeArgs& args, float*, int valid, Cursor& cursor) {
         // Two chains of sums, as each instruction waits for the one before it.
         float even[kColumns][4] = {}, odd[kColumns][4] = {};
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            unsigned k[4];  // tokens x dims
-            load_matrices(k, stage + place(lane % 16, step * 2 + lane / 16));
+        for (int i = 0; i < kKLoads; ++i) {
+            const uint4 low = k[i][0], high = k[i][1];
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
-                mma<T>(step % 2 == 0 ? even[c] : odd[c], k, queries[step][c]);
+                const uint4 q = queries[i][c];
+                mma<T>(even[c], low.x, high.x, low.y, high.y, q.x, q.y);
+                mma<T>(odd[c], low.z, high.z, low.w, high.w, q.z, q.w);
             }
+        }
+        const bool more = cursor.valid();
+        if (more) {
+            find_tile(args, cursor);
+            load_k();
         }
         unsigned p[kColumns][2];  // tokens x heads
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int token = lane / 4 + i / 2 * 8;
+                const int token = g() + i / 2 * 8;
                 even[c][i] = token < valid ? (even[c][i] + odd[c][i]) * args.scale_log2 : -INFINITY;
             }
             soften(c, even[c], p[c]);
         }
-        const char* v_stage = stage + kTileTokens * kHeadDim * 2;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            unsigned v[4];  // dims x tokens
-            load_transposed(v, v_stage + place(lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
-#pragma unroll
-            for (int c = 0; c < kColumns; ++c) mma<T>(sums[step][c], v, p[c]);
+        add_values(p);
+        if (more) {
+            load_v();
+            cursor.move(args);
         }
     }
 
@@ -106,7 +148,7 @@ struct MmaTile {
     __device__ void soften(int c, const float (&scores)[4], unsigned (&p)[2]) {
         const float high[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
         // The maximum rarely rises after the first tiles.
-        if (__any_sync(kAll, high[0] > maxima[c][0] || high[1] > maxima[c][1])) {
+        if (__any_sync(kAllLanes, high[0] > maxima[c][0] || high[1] > maxima[c][1])) {
             raise_maxima(c, high);
         }
 #pragma unroll
@@ -115,7 +157,7 @@ struct MmaTile {
             const T second = from_float<T>(exp2_fast(scores[2 * half + 1] - maxima[c][1]));
             // The rounded ones are added up, so that the weights sum to one.
             weights[c][0] += to_float(first), weights[c][1] += to_float(second);
-            Pack<T, 2> pair{{first, second}};
+            const Pack<T, 2> pair{{first, second}};
             p[half] = transpose(reinterpret_cast<const unsigned&>(pair));
         }
     }
@@ -126,40 +168,67 @@ struct MmaTile {
             float maximum = fmaxf(maxima[c][column], high[column]);
 #pragma unroll
             for (int distance = 16; distance >= 4; distance /= 2) {
-                maximum = fmaxf(maximum, __shfl_xor_sync(kAll, maximum, distance));
+                maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
             }
             const float factor = exp2_fast(maxima[c][column] - maximum);
             maxima[c][column] = maximum;
             weights[c][column] *= factor;
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                sums[step][c][column] *= factor;
-                sums[step][c][column + 2] *= factor;
+            for (int i = 0; i < kVLoads * 4; ++i) {
+                sums[i / 4][i % 4][c][column] *= factor;
+                sums[i / 4][i % 4][c][column + 2] *= factor;
             }
         }
     }
 
-    __device__ void finish(const DecodeArgs& args, float* target, float* target_maxima,
-                           float* target_weights) {
+    // Two neighbouring dims of four tokens are in one word each; the operand wants one dim of two
+    // neighbouring tokens in a word.
+    __device__ void add_values(const unsigned (&p)[kColumns][2]) {
+        const auto word = [](const uint4& x, int j) {
+            return j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
+        };
+#pragma unroll
+        for (int i = 0; i < kVLoads; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const unsigned a = word(v[i][0], j), b = word(v[i][1], j);
+                const unsigned c = word(v[i][2], j), d = word(v[i][3], j);
+                const unsigned low = __byte_perm(a, b, 0x5410), high = __byte_perm(a, b, 0x7632);
+                const unsigned low8 = __byte_perm(c, d, 0x5410);
+                const unsigned high8 = __byte_perm(c, d, 0x7632);
+#pragma unroll
+                for (int column = 0; column < kColumns; ++column) {
+                    mma<T>(sums[i][j][column], low, high, low8, high8, p[column][0], p[column][1]);
+                }
+            }
+        }
+    }
+
+    __device__ void finish(const DecodeArgs& args, float* slot) {
+        float* scalars = slot + args.heads * kHeadDim;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
             for (int column = 0; column < 2; ++column) {
-                const int head = c * 8 + lane % 4 * 2 + column;
+                const int head = 8 * c + 2 * t() + column;
                 float weight = weights[c][column];
 #pragma unroll
                 for (int distance = 16; distance >= 4; distance /= 2) {
-                    weight += __shfl_xor_sync(kAll, weight, distance);
+                    weight += __shfl_xor_sync(kAllLanes, weight, distance);
                 }
                 if (head >= args.heads) continue;
-                if (lane < 4) {
-                    target_maxima[head] = maxima[c][column], target_weights[head] = weight;
-                }
+                if (g() == 0)
+                    scalars[head] = maxima[c][column], scalars[args.heads + head] = weight;
 #pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    float* at = target + head * merge_stride(kHeadDim) + step * 16 + lane / 4;
-                    at[0] = sums[step][c][column];
-                    at[8] = sums[step][c][column + 2];
+                for (int i = 0; i < kVLoads; ++i) {
+                    if (kHeadDim % 64 != 0 && 8 * i + g() >= kHeadDim / 8) continue;
+                    float4* at =
+                        reinterpret_cast<float4*>(slot + head * kHeadDim + 8 * (8 * i + g()));
+#pragma unroll
+                    for (int j = 0; j < 4; j += 2) {
+                        at[j / 2] = {sums[i][j][c][column], sums[i][j][c][column + 2],
+                                     sums[i][j + 1][c][column], sums[i][j + 1][c][column + 2]};
+                    }
                 }
             }
         }
@@ -167,10 +236,16 @@ struct MmaTile {
 };
 
 template <class T, int kHeadDim>
-void launch(const DecodeArgs& args, int64_t num_ctas, cudaStream_t stream) {
-    const auto run = args.heads <= 8 ? launch_decode_attention<MmaTile<T, kHeadDim, 1>>
-                                     : launch_decode_attention<MmaTile<T, kHeadDim, 2>>;
-    run(args, num_ctas, stream);
+void launch(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
+    if constexpr (kHeadDim <= 128) {
+        if (args.heads > 8) {
+            return launch_decode_attention<MmaTile<T, kHeadDim, 2>>(args, num_ctas, stream);
+        }
+    }
+    // Two times 8 columns of 256 dims do not fit into the registers: K and V are read twice.
+    args.splits = args.heads > 8 ? 2 : 1;
+    args.heads = (args.heads + args.splits - 1) / args.splits;
+    launch_decode_attention<MmaTile<T, kHeadDim, 1>>(args, num_ctas, stream);
 }
 
 template <class T>
@@ -192,8 +267,8 @@ bool launch_head_dim(const DecodeArgs& args, int64_t num_ctas, cudaStream_t stre
 }  // namespace
 
 bool decode_attention_mma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
-    const bool fits = args.block_size % kTileTokens == 0 && aligned(4, args.q) &&
-                      aligned(2, args.q_stride) && shared_limit().capability >= 80;
+    const bool fits = args.block_size % kTileTokens == 0 && aligned(16, args.q) &&
+                      aligned(8, args.q_stride) && device_limits().capability >= 80;
     if (!fits) return false;
     args.splits = 1;
     args.heads = args.group;

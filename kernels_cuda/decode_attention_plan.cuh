@@ -1,12 +1,14 @@
 // Who computes what. The work is a line of units, ordered by row, KV head (or part of its group)
-// and tile of 16 tokens; the thread blocks cut it into equal pieces, whatever lies where. A segment
-// is the units of one row and head; a piece holds several whole ones, or parts of one that several
-// blocks share. Within a piece the warps take units in turn.
+// and tile of 16 tokens. The thread blocks cut it into equal pieces, whatever lies where, and the
+// warps of a block cut its piece again. A segment is the units of one row and head: a warp's piece
+// holds whole ones, parts of the first and the last, or part of a single one that many warps share.
 #pragma once
 
 #include "kernels_cuda/decode_attention_args.h"
 
 namespace swiftapex {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Segment {
     int row, head;       // head: of kv_heads * splits
@@ -32,9 +34,10 @@ __device__ inline void advance(const DecodeArgs& args, Segment& segment) {
 }
 
 struct Piece {
-    int total, ctas;  // all units, and the blocks that have any
-    int begin, end;   // this block's units
-    Segment first;    // the segment of `begin`
+    int total, ctas;           // all units, and the blocks that have any
+    int begin, end;            // this block's units
+    int warp_begin, warp_end;  // this warp's
+    Segment first;             // the segment of warp_begin, if the warp has a unit
 
     // The block whose piece has the unit: the last i with total * i / ctas <= unit.
     __device__ int owner(int unit) const {
@@ -42,71 +45,100 @@ struct Piece {
     }
 };
 
-// Every warp computes it by itself; all its lanes get the same.
-__device__ inline Piece find_piece(const DecodeArgs& args) {
-    constexpr unsigned kAll = 0xffffffffu;
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int segments = args.kv_heads * args.splits;  // of a row
-
-    int tiles = 0;
-    for (int row = lane; row < args.n; row += 32) tiles += tiles_of(args.context_lens[row]);
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        tiles += __shfl_xor_sync(kAll, tiles, distance);
-    }
-    Piece piece{};
-    piece.total = tiles * segments;
-    // No more blocks than can have a unit for each warp, so that little work is not cut to shreds.
-    const int most = piece.total / warps > 1 ? piece.total / warps : 1;
-    piece.ctas = static_cast<int>(gridDim.x) < most ? gridDim.x : most;
-    if (piece.total == 0 || blockIdx.x >= piece.ctas) return piece;
-    piece.begin = static_cast<int>(int64_t{piece.total} * blockIdx.x / piece.ctas);
-    piece.end = static_cast<int>(int64_t{piece.total} * (blockIdx.x + 1) / piece.ctas);
-
+// The segment that has the unit. All lanes look for it and get the same.
+__device__ inline Segment find_segment(const DecodeArgs& args, int unit) {
+    const int lane = threadIdx.x % 32, segments = args.kv_heads * args.splits;  // of a row
     // The row is the first whose tiles, with those before it, are more than `target`.
-    const int target = piece.begin / segments;
+    const int target = unit / segments;
     int before = 0;
     for (int base = 0;; base += 32) {
         const int context = base + lane < args.n ? args.context_lens[base + lane] : 0;
         int sum = tiles_of(context);
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
-            const int other = __shfl_up_sync(kAll, sum, distance);
+            const int other = __shfl_up_sync(kAllLanes, sum, distance);
             if (lane >= distance) sum += other;
         }
-        const unsigned found = __ballot_sync(kAll, before + sum > target);
-        if (found != 0) {
-            const int source = __ffs(found) - 1;
-            Segment& first = piece.first;
-            first.row = base + source;
-            first.context = __shfl_sync(kAll, context, source);
-            first.tiles = tiles_of(first.context);
-            const int row_start =
-                (before + __shfl_sync(kAll, sum, source) - first.tiles) * segments;
-            first.head = (piece.begin - row_start) / first.tiles;
-            first.start = row_start + first.head * first.tiles;
-            return piece;
+        const unsigned found = __ballot_sync(kAllLanes, before + sum > target);
+        if (found == 0) {
+            before += __shfl_sync(kAllLanes, sum, 31);
+            continue;
         }
-        before += __shfl_sync(kAll, sum, 31);
+        const int source = __ffs(found) - 1;
+        Segment segment;
+        segment.row = base + source;
+        segment.context = __shfl_sync(kAllLanes, context, source);
+        segment.tiles = tiles_of(segment.context);
+        const int row_start =
+            (before + __shfl_sync(kAllLanes, sum, source) - segment.tiles) * segments;
+        segment.head = (unit - row_start) / segment.tiles;
+        segment.start = row_start + segment.head * segment.tiles;
+        return segment;
     }
 }
 
-// The units of one warp, in order, ahead of the computation: what is copied next.
-struct CopyCursor {
-    Segment segment;
-    int unit;   // >= the piece's end: no more
-    int block;  // of the unit's first token; loaded one unit ahead, as the copy waits for it
-
-    __device__ int token() const { return (unit - segment.start) * kTileTokens; }
-
-    __device__ void load_block(const DecodeArgs& args) {
-        block = args.block_table[segment.row * args.table_stride + token() / args.block_size];
+// Every warp computes it by itself.
+__device__ inline Piece find_piece(const DecodeArgs& args) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int tiles = 0;
+    for (int row = lane; row < args.n; row += 32) tiles += tiles_of(args.context_lens[row]);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        tiles += __shfl_xor_sync(kAllLanes, tiles, distance);
     }
-    __device__ void move_to(const DecodeArgs& args, int next, int end) {
-        unit = next;
-        if (unit >= end) return;
-        while (unit >= segment.end()) advance(args, segment);
-        load_block(args);
+    Piece piece{};
+    piece.total = tiles * args.kv_heads * args.splits;
+    // No more blocks than can have a unit for each warp, so that little work is not cut to shreds.
+    const int most = piece.total / warps > 1 ? piece.total / warps : 1;
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    piece.ctas = ctas < most ? ctas : most;
+    if (piece.total == 0 || cta >= piece.ctas) return piece;
+    piece.begin = static_cast<int>(int64_t{piece.total} * cta / piece.ctas);
+    piece.end = static_cast<int>(int64_t{piece.total} * (cta + 1) / piece.ctas);
+    const int length = piece.end - piece.begin;
+    piece.warp_begin = piece.begin + static_cast<int>(int64_t{length} * warp / warps);
+    piece.warp_end = piece.begin + static_cast<int>(int64_t{length} * (warp + 1) / warps);
+    if (piece.warp_begin < piece.warp_end) piece.first = find_segment(args, piece.warp_begin);
+    return piece;
+}
+
+// A warp's units in order, ahead of the computation: what is read next.
+struct Cursor {
+    Segment segment;
+    int unit, end;
+    int base;          // tile of the segment whose block is lane 0's
+    int blocks, next;  // of the 32 tiles from `base`, one a lane, and of the 32 after them
+
+    __device__ bool valid() const { return unit < end; }
+    __device__ int tile() const { return unit - segment.start; }
+    __device__ int block() const { return __shfl_sync(kAllLanes, blocks, tile() - base); }
+
+    // Block of the lane's tile; loaded long before it is used, as the reads of KV wait for it.
+    __device__ int load_blocks(const DecodeArgs& args, int first) const {
+        const int tile = first + threadIdx.x % 32;
+        if (tile >= segment.tiles) return 0;
+        const int column = tile * kTileTokens / args.block_size;
+        return args.block_table[segment.row * args.table_stride + column];
+    }
+    __device__ void enter(const DecodeArgs& args, int tile) {
+        base = tile;
+        blocks = load_blocks(args, base);
+        next = load_blocks(args, base + 32);
+    }
+    __device__ Cursor(const DecodeArgs& args, const Piece& piece)
+        : segment(piece.first), unit(piece.warp_begin), end(piece.warp_end) {
+        enter(args, tile());
+    }
+    __device__ void move(const DecodeArgs& args) {
+        if (++unit >= end) return;
+        if (unit == segment.end()) {
+            advance(args, segment);
+            enter(args, 0);
+        } else if (tile() == base + 32) {
+            base += 32;
+            blocks = next;
+            next = load_blocks(args, base + 32);
+        }
     }
 };
 

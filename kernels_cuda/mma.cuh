@@ -9,45 +9,28 @@
 
 namespace swiftapex {
 
-// d[16][8] += a[16][16] * b[16][8], float32 sums. a: rows g and g + 8, columns 2t + {0, 1} and
-// 2t + 8 + {0, 1}. b: rows as a's columns, column g. d: rows g and g + 8, columns 2t + {0, 1}.
+// d[16][8] += a[16][16] * b[16][8], float32 sums. a: rows g, g + 8, g, g + 8, columns 2t + {0, 1},
+// in the last two 8 more. b: rows as a's columns, column g. d: rows g and g + 8, columns
+// 2t + {0, 1}.
 template <class T>
-__device__ inline void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+__device__ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                           unsigned b0, unsigned b1) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (std::is_same_v<T, __half>) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
             "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     } else {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
             "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
 #endif
 }
 
-// Four 8x8 matrices of 16-bit elements from shared memory; lane i gives the address of row i % 8 of
-// matrix i / 8 and gets row g, columns 2t + {0, 1} of each.
-__device__ inline void load_matrices(unsigned (&a)[4], const void* address) {
-    const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(address));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(shared)
-                 : "memory");
-}
-
-// The same, each matrix transposed.
-__device__ inline void load_transposed(unsigned (&a)[4], const void* address) {
-    const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(address));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(shared)
-                 : "memory");
-}
-
-// An 8x8 matrix that is spread over the warp as one of the above, transposed.
+// An 8x8 matrix of 16-bit elements, row g and columns 2t + {0, 1} in each lane, transposed.
 __device__ inline unsigned transpose(unsigned a) {
     unsigned b;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(a));
