@@ -54,6 +54,7 @@ CONTEXTS = {
     "1 x 12288 + 31 x 132": (12288,) + (132,) * 31,
 }
 import os
+
 SHUFFLE = not os.environ.get("SEQ")
 POOL_BYTES = 4 << 30
 CALLS_PER_SAMPLE = 8

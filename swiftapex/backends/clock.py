@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
+    costs: bool  # whether marks slow the device down
+
     def mark(self) -> Any:
         """The moment at which the work launched so far is done."""
 
@@ -19,6 +21,8 @@ class Clock(Protocol):
 
 class HostClock:
     """For backends that compute when they are called."""
+
+    costs = False
 
     def mark(self) -> float:
         return time.perf_counter()

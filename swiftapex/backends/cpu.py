@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,9 @@ class CpuBackend:
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """The arrays' own memory."""
         return [torch.from_numpy(array) for array in arrays]
+
+    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """From 2 MiB pages that weights share: reading them all in a pass then costs few address

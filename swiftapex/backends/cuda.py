@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,19 @@ class CudaBackend:
             .view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)
         ]
+
+    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Waits for nothing that is launched later."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def fetch() -> Tensor:
+            event.synchronize()
+            return host
+
+        return fetch
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype

@@ -13,6 +13,8 @@ from swiftapex.backends.cuda_ops import stream_handle
 class CudaClock:
     """Events of the current stream, against one that was recorded while the device was idle."""
 
+    costs = True
+
     def __init__(self) -> None:
         self._start = torch.cuda.Event(enable_timing=True)
         self._start_s = 0.0

@@ -5,7 +5,7 @@ Only types: nothing here imports torch at run time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -118,6 +118,9 @@ class Backend(Protocol):
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Each array as a tensor where this backend computes. The arrays are not changed later."""
+
+    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts to bring a tensor to the host; the call waits for it."""
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch_dtype

@@ -7,6 +7,7 @@ sampling parameters, the last sampled token); a plan only carries what is new.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swiftapex.core.request import Placement, SamplingParams
@@ -98,10 +99,19 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """`tokens` holds a token for each request that completed one. `in_flight` names the requests
-    whose work outlives the step: their blocks must stay as they are."""
+class Tokens:
+    """A token for each request that completed one."""
 
-    tokens: dict[int, int]
-    in_flight: frozenset[int] = frozenset()
+    by_request: dict[int, int] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)  # request id -> why it has no token
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an iteration that has been launched will bring. `completing`: the requests that complete
+    a token in it. `in_flight`: those whose work outlives the step; their blocks must stay as they
+    are. `fetch` waits for the tokens of all that complete."""
+
+    completing: tuple[int, ...] = ()
+    in_flight: frozenset[int] = frozenset()
+    fetch: Callable[[], Tokens] = Tokens

@@ -112,6 +112,7 @@ class Request:
     placement: Placement = Placement.GPU
     output_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
+    num_pending: int = 0  # tokens that a launched iteration completes, not known here yet
     num_computed: int = 0
     num_preemptions: int = 0
     in_flight: bool = False  # a decode is parked in a pipeline: not to be moved, freed or preempted
@@ -122,15 +123,20 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens, those included that are not known yet."""
+        return len(self.output_ids) + self.num_pending
 
     @property
     def is_decoding(self) -> bool:
-        tokens = len(self.prompt_ids) + len(self.output_ids)  # spelled out: asked very often
-        return self.num_computed == tokens - 1 and bool(self.output_ids)
+        generated = len(self.output_ids) + self.num_pending  # spelled out: asked very often
+        return generated > 0 and self.num_computed == len(self.prompt_ids) + generated - 1
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
-        """Tokens at positions [start, end) of prompt and output together."""
+        """Tokens at positions [start, end) of prompt and output together, all of them known."""
         split = len(self.prompt_ids)
         if end <= split:
             return self.prompt_ids[start:end]

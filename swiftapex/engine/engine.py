@@ -14,7 +14,14 @@ from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
-from swiftapex.core.request import SIDES, FinishReason, Placement, Request, SamplingParams
+from swiftapex.core.request import (
+    SIDES,
+    FinishReason,
+    Placement,
+    Request,
+    RequestState,
+    SamplingParams,
+)
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.admission import check_prompt, fit_sampling
 from swiftapex.engine.costs import default_cost_model
@@ -48,6 +55,12 @@ class EngineStats:
     preemptions: int
     moves: int
     cpu_decoded_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    result: StepResult
+    record: IterationRecord
 
 
 class Engine:
@@ -94,6 +107,9 @@ class Engine:
         self._next_id = 0
         self._empty_steps = 0
         self._cpu_decoded_tokens = 0
+        self._launched: _Launched | None = None  # an iteration whose tokens are still to come
+        self._changed: list[Request] = []  # by iterations that nobody asked for
+        self._last_end_s = 0.0
         self._dead: str | None = None
 
     @property
@@ -172,19 +188,23 @@ class Engine:
         What it has in flight keeps its blocks until that has come back.
         """
         with self._lock:
+            self._changed += self._collect()
             if request_id in self._live:
                 self._end(self._live[request_id], FinishReason.ABORT)
             self._drain()
 
     def step(self) -> list[Request]:
-        """Runs one iteration; the requests that gained a token or ended in it.
+        """Launches an iteration and waits for one: on a device that works beside the host, for the
+        one before, so that the device never waits for plans. Returns the requests that gained a
+        token or ended in it.
 
         EngineError where no progress is possible, or where the workers failed: then every open
         request ends with that error, and the engine can only be closed.
         """
         with self._lock:
             self._check_alive()
-            changed = self._iterate_or_break()
+            changed = self._changed + self._iterate_or_break()
+            self._changed = []
             self._drain()
             return changed
 
@@ -239,6 +259,7 @@ class Engine:
     def close(self) -> None:
         """Aborts what is open and frees weights, KV and threads. May be called twice."""
         with self._lock:
+            self._launched = None
             for request in list(self._live.values()):
                 self._end(request, FinishReason.ABORT)
             if self._dead != "closed":
@@ -246,6 +267,8 @@ class Engine:
                 self._executor.close()
 
     def _iterate(self) -> list[Request]:
+        if len(self._queue) == 0 and not self._state.anything_in_flight:
+            return self._collect()  # the last requests' tokens are on their way
         if self._trace is not None:
             self._trace.begin_iteration(self.num_iterations)
         start = time.perf_counter()
@@ -253,24 +276,27 @@ class Engine:
         plan = self._policy.plan(self._state, self._cost_model)
         planned = time.perf_counter()
         result = self._execute(plan)
-        changed = self._apply(plan, result)
-        if self._keep_iterations:
-            preemptions = self._state.num_preemptions - preemptions
-            cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
-            self._record(plan, result, start, planned, preemptions, cpu_tokens)
+        self._book(plan, result)
+        preemptions = self._state.num_preemptions - preemptions
+        cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
+        record = self._record(plan, result, start, planned, preemptions, cpu_tokens)
         if self._trace is not None:
             self._trace.tag(plan.pipeline)
             waiting = self._queue.num_waiting
             self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
         self.num_iterations += 1
         self._watch(plan)
-        return changed
+        changed = self._collect()
+        self._launched = _Launched(result, record)
+        return changed if self._executor.runs_ahead else self._collect()
 
     def _drain(self) -> None:
         """Once no request is left, brings back what aborted ones still have in flight, since nobody
         else would run iterations for that: an engine without work owns no blocks."""
         while not self._live and self._dead is None and self._state.anything_in_flight:
             self._iterate_or_break()
+        if not self._live and self._dead is None:
+            self._collect()  # nothing: its requests have ended
 
     def _iterate_or_break(self) -> list[Request]:
         """An iteration that was left half-way, by an error or by Ctrl-C, leaves workers and books
@@ -300,29 +326,58 @@ class Engine:
         for request in list(self._live.values()):
             self._end(request, FinishReason.ERROR, f"the engine is {reason}")
 
-    def _apply(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Books the plan's rows and the tokens that came of them."""
-        now = time.perf_counter()
+    def _book(self, plan: StepPlan, result: StepResult) -> None:
+        """Books what is certain once an iteration is launched: what it computes and moves, which
+        requests complete a token, and which of those reach their length with it."""
         chunks = [r for b in plan.sub_batches for r in b.rows if not r.is_decode]
         for row in chunks:
             self._live[row.request_id].num_computed += row.num_tokens
         prefilled = {row.request_id for row in chunks}
         self._state.settle(plan, result.in_flight)
-        for request_id, token_id in result.tokens.items():
-            request = self._live[request_id]
+        for request_id in result.completing:
+            request = self._live.get(request_id)
+            if request is None:
+                continue
             if request_id not in prefilled:  # a decode: the token before this one is computed now
                 request.num_computed += 1
                 self._cpu_decoded_tokens += request.placement is Placement.CPU
+            request.num_pending += 1
+            if request.num_generated >= request.sampling.max_tokens:
+                self._state.finish(request)
+
+    def _collect(self) -> list[Request]:
+        """Waits for the tokens of the iteration that was launched last, if they are still to come,
+        and hands them out. A request that has ended in the meantime gets none."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return []
+        try:
+            tokens = launched.result.fetch()
+        except Exception as error:
+            self._fail(f"broken: {type(error).__name__}: {error}")
+            raise EngineError(f"an iteration failed: {type(error).__name__}: {error}") from error
+        now = time.perf_counter()
+        if self._keep_iterations:
+            begin = max(launched.record.start_s, self._last_end_s)
+            duration_us = (now - begin) * 1e6
+            self.iterations.append(dataclasses.replace(launched.record, duration_us=duration_us))
+        self._last_end_s = now
+        changed = []
+        for request_id, token_id in tokens.by_request.items():
+            request = self._live.get(request_id)
+            if request is None:
+                continue
             request.output_ids.append(token_id)
+            request.num_pending -= 1
             request.token_times_s.append(now)
-        changed = [self._live[r] for r in (*result.tokens, *result.failures)]
-        for request_id in result.tokens:
-            request = self._live[request_id]
+            changed.append(request)
             reason = self._ended_by(request)
             if reason is not None:
                 self._end(request, reason)
-        for request_id, why in result.failures.items():
-            self._end(self._live[request_id], FinishReason.ERROR, why)
+        for request_id, why in tokens.failures.items():
+            if request_id in self._live:
+                changed.append(self._live[request_id])
+                self._end(self._live[request_id], FinishReason.ERROR, why)
         return changed
 
     def _ended_by(self, request: Request) -> FinishReason | None:
@@ -339,8 +394,9 @@ class Engine:
         return None
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self._state.finish(request)
-        request.finish_reason, request.error = reason, error
+        if request.state is not RequestState.FINISHED:
+            self._state.finish(request)
+        request.finish_reason, request.error, request.num_pending = reason, error, 0
         del self._live[request.request_id]
         stream = self._streams.get(request.request_id)
         if stream is not None:
@@ -354,30 +410,28 @@ class Engine:
         planned: float,
         preemptions: int,
         cpu_tokens: int,
-    ) -> None:
-        end = time.perf_counter()
+    ) -> IterationRecord:
+        """What is known at the launch; the duration follows once the tokens are there."""
         rows = [row for sub_batch in plan.sub_batches for row in sub_batch.rows]
         gpu_decodes = [r for r in rows if r.is_decode and r.placement is Placement.GPU]
-        self.iterations.append(
-            IterationRecord(
-                index=self.num_iterations,
-                start_s=start,
-                duration_us=(end - start) * 1e6,
-                schedule_us=(planned - start) * 1e6,
-                pipeline=plan.pipeline,
-                prefill_tokens=sum(row.num_tokens for row in rows if not row.is_decode),
-                gpu_decodes=len(gpu_decodes),
-                cpu_decodes=cpu_tokens,
-                completed_tokens=len(result.tokens),
-                waiting=self._queue.num_waiting,
-                running=self._queue.num_running,
-                parked=self._state.num_in_flight,
-                moves=len(plan.moves),
-                gpu_blocks_free=self._blocks.num_free(Placement.GPU),
-                cpu_blocks_free=self._blocks.num_free(Placement.CPU),
-                preemptions=preemptions,
-                predicted_us=plan.predicted_us,
-            )
+        return IterationRecord(
+            index=self.num_iterations,
+            start_s=start,
+            duration_us=0.0,
+            schedule_us=(planned - start) * 1e6,
+            pipeline=plan.pipeline,
+            prefill_tokens=sum(row.num_tokens for row in rows if not row.is_decode),
+            gpu_decodes=len(gpu_decodes),
+            cpu_decodes=cpu_tokens,
+            completed_tokens=len(result.completing),
+            waiting=self._queue.num_waiting,
+            running=self._queue.num_running,
+            parked=self._state.num_in_flight,
+            moves=len(plan.moves),
+            gpu_blocks_free=self._blocks.num_free(Placement.GPU),
+            cpu_blocks_free=self._blocks.num_free(Placement.CPU),
+            preemptions=preemptions,
+            predicted_us=plan.predicted_us,
         )
 
     def _watch(self, plan: StepPlan) -> None:

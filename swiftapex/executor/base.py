@@ -9,8 +9,10 @@ from swiftapex.core.records import BusyTimes
 
 
 class Executor(Protocol):
+    runs_ahead: bool  # whether `execute` returns while the workers still compute
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one iteration on all workers."""
+        """Launches one iteration on all workers; its result's `fetch` waits for the tokens."""
 
     def busy(self) -> BusyTimes:
         """Seconds of computing so far, on average over the workers."""

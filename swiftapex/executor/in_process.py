@@ -23,6 +23,7 @@ class InProcessExecutor:
         trace: TraceRecorder | None = None,
     ) -> None:
         self._worker = Worker(source, engine, sizes, max_model_len, trace)
+        self.runs_ahead = self._worker.runs_ahead
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)

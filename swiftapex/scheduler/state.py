@@ -168,7 +168,8 @@ class SchedulerState:
         side = placement.side
         spare = self.running_on(side) * self.blocks.block_size
         fits = self.blocks.can_allocate(side, request.num_tokens + spare)
-        return fits and self.fits_alone(request, placement)
+        # A preempted request's newest token may not be known yet.
+        return fits and request.num_pending == 0 and self.fits_alone(request, placement)
 
     def start(self, request: Request, placement: Placement) -> None:
         """The oldest waiting request gets blocks for all tokens that it has now."""

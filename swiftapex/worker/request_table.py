@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from swiftapex.core.plan import Admission, StepPlan
 from swiftapex.core.request import SamplingParams
@@ -53,12 +53,8 @@ class RequestTable:
         for request_id, blocks in plan.new_blocks.items():
             self._append_blocks(request_id, blocks)
 
-    def store_tokens(self, request_ids: Sequence[int], tokens: Tensor) -> None:
-        """tokens [n] int64: the newest token of each request, read by its next decode."""
-        slots = torch.tensor(
-            [self._entries[r].slot for r in request_ids], device=self.last_tokens.device
-        )
-        self.last_tokens[slots] = tokens
+    def slots(self, request_ids: Sequence[int]) -> NDArray[np.int64]:
+        return np.array([self._entries[r].slot for r in request_ids], dtype=np.int64)
 
     def _admit(self, admission: Admission) -> None:
         if not self._free:

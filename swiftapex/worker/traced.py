@@ -39,11 +39,18 @@ class Tracer:
         self._handed_over: list[tuple[str, str, Callable[[], tuple[float, float]], dict[str, Any]]]
         self._handed_over = []
 
+    @property
+    def is_on(self) -> bool:
+        """Whether calls are timed: always where that costs nothing, else while spans are wanted."""
+        return not self._clock.costs or self.trace.active
+
     def begin(self) -> None:
         """The device is idle and an iteration starts."""
         self._clock.restart()
 
     def timed(self, name: str, call: Callable[..., T], *args: Any, **tags: object) -> T:
+        if not self.is_on:
+            return call(*args)
         start = self._clock.mark()
         result = call(*args)
         self._launched.append((name, start, self._clock.mark(), tags))

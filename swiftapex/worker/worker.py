@@ -11,7 +11,7 @@ from swiftapex.attention import Attention, BoundBatch
 from swiftapex.backends import make_backends
 from swiftapex.config.schema import EngineConfig
 from swiftapex.core.ops import AttentionBatch
-from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.plan import StepPlan, StepResult, Tokens
 from swiftapex.core.plugins import load_class
 from swiftapex.core.records import BusyTimes
 from swiftapex.core.request import Placement
@@ -91,15 +91,23 @@ class Worker:
         )
         self._pipelines: dict[str, Pipeline] = {}
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `execute` returns while the device still computes."""
+        return self._backends.progress is not None
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one iteration and returns once its tokens are known and its copies have retired."""
+        """Launches one iteration. What is launched later comes after it, its copies included. While
+        spans are traced it is waited for."""
         with self._backends.active():
-            if self._tracer is not None:
+            traced = self._tracer is not None and self._tracer.is_on
+            if self._tracer is not None and traced:
+                self._backends.finish()
                 self._tracer.begin()
             result = self._execute(plan)
-            self._backends.finish()
-            if self._tracer is not None:
+            if self._tracer is not None and traced:
+                self._backends.finish()
                 self._tracer.end()
         return result
 
@@ -110,7 +118,7 @@ class Worker:
         if plan.moves:
             assert self._copies is not None, "this engine has no CPU side"
             moves = self._store.start_moves(plan.moves, self._copies)
-        result = StepResult({})
+        result = StepResult()
         if self._parked.request_ids or any(b.rows for b in plan.sub_batches + plan.new_cohorts):
             result = self._pipeline(plan.pipeline).step(plan)
         for staged in self._staged:
@@ -118,13 +126,14 @@ class Worker:
         self._staged.clear()
         for ticket in moves:
             ticket.wait()
-        return StepResult(result.tokens, self._parked.request_ids, result.failures)
+        return StepResult(result.completing, self._parked.request_ids, result.fetch)
 
     def busy(self) -> BusyTimes:
-        """Seconds of computing so far. The GPU side is only timed while there is a trace."""
+        """Seconds of computing so far. The GPU side is only timed while there is a trace, and where
+        that does not slow it down."""
         lane = self._backends.cpu_attention
         return BusyTimes(
-            None if self._tracer is None else self._tracer.gpu_s,
+            None if self._tracer is None or self.runs_ahead else self._tracer.gpu_s,
             getattr(lane, "busy_s", None),
         )
 
@@ -154,16 +163,23 @@ class Worker:
         """Samples one token per completing row, from x [tokens, hidden] after the last layer."""
         pairs = [(batch, x[batch.last_rows]) for batch, x in results if batch.completing]
         if not pairs:
-            return StepResult({})
+            return StepResult()
         request_ids = [r for batch, _ in pairs for r in batch.completing]
         indices = [i for batch, _ in pairs for i in batch.token_indices]
         logits = self._parts.stages(0).logits(torch.cat([x for _, x in pairs]))
         params = [self._table[request_id].sampling for request_id in request_ids]
         sampled = sample(logits, params, indices, self._stages.ops.argmax)
-        self._table.store_tokens(request_ids, sampled.token_ids)
-        ids, invalid = torch.stack((sampled.token_ids, sampled.invalid.long())).tolist()
-        tokens = dict(zip(request_ids, ids, strict=True))
-        bad = [r for r, is_bad in zip(request_ids, invalid, strict=True) if is_bad]
-        for request_id in bad:
-            del tokens[request_id]
-        return StepResult(tokens, failures=dict.fromkeys(bad, _NOT_FINITE))
+        backend = self._backends.gpu
+        (slots,) = backend.upload([self._table.slots(request_ids)])
+        self._table.last_tokens[slots] = sampled.token_ids
+        arrives = backend.download(torch.stack((sampled.token_ids, sampled.invalid.long())))
+
+        def fetch() -> Tokens:
+            ids, invalid = arrives().tolist()
+            bad = [r for r, is_bad in zip(request_ids, invalid, strict=True) if is_bad]
+            tokens = dict(zip(request_ids, ids, strict=True))
+            for request_id in bad:
+                del tokens[request_id]
+            return Tokens(tokens, dict.fromkeys(bad, _NOT_FINITE))
+
+        return StepResult(tuple(request_ids), fetch=fetch)
