@@ -50,8 +50,13 @@ void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
     args.head_dim = static_cast<int>(head_dim);
     args.block_size = static_cast<int>(block_size);
     args.dtype = dtype;
+    args.block_shift = -1;
+    for (int shift = 0; shift <= 16; ++shift) {
+        if (block_size == int64_t{1} << shift) args.block_shift = shift;
+    }
     args.scale_log2 = static_cast<float>(scale * kLog2E);
     const bool same_16_bit = dtype == kv_dtype && dtype != kFloat32;
+    if (same_16_bit && decode_attention_tma(args, num_ctas, stream)) return;
     if (same_16_bit && decode_attention_mma(args, num_ctas, stream)) return;
     decode_attention_fma(args, kv_dtype, num_ctas, stream);
 }

@@ -8,6 +8,7 @@ JSON object.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -54,6 +55,7 @@ CONTEXTS = {
     "1 x 12288 + 31 x 132": (12288,) + (132,) * 31,
 }
 import os
+
 SHUFFLE = not os.environ.get("SEQ")
 POOL_BYTES = 4 << 30
 CALLS_PER_SAMPLE = 8
@@ -133,6 +135,8 @@ def main() -> None:
     parser.add_argument("--sms", type=int, nargs="+", default=[132, 8])
     parser.add_argument("--ctas-per-sm", type=int, default=1)
     parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--contexts", nargs="+", default=list(CONTEXTS))
     parser.add_argument("--head-dim", type=int, default=128)
     arguments = parser.parse_args()
     pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
@@ -142,13 +146,12 @@ def main() -> None:
         if sms < all_sms:
             context = torch.cuda.green_contexts.GreenContext.create(num_sms=sms, device_id=0)
             context.set_context()
-        for shape, (q_heads, kv_heads) in SHAPES.items():
-            for name, contexts in CONTEXTS.items():
-                setting = Setting(q_heads, kv_heads, contexts, arguments.head_dim)
-                result = measure(setting, pool, sms, arguments.ctas_per_sm, arguments.samples)
-                line = {"sms": sms, "shape": shape, "contexts": name, **result}
-                print(*line.values(), sep="\t", file=sys.stderr)
-                results.append(line)
+        for shape, name in itertools.product(arguments.shapes, arguments.contexts):
+            setting = Setting(*SHAPES[shape], CONTEXTS[name], arguments.head_dim)
+            result = measure(setting, pool, sms, arguments.ctas_per_sm, arguments.samples)
+            line = {"sms": sms, "shape": shape, "contexts": name, **result}
+            print(*line.values(), sep="\t", file=sys.stderr)
+            results.append(line)
         if sms < all_sms:
             context.pop_context()
     setting = asdict(Setting(32, 8, ()))
