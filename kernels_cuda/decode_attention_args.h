@@ -21,8 +21,9 @@ struct DecodeArgs {
     const int32_t* block_table;
     const int32_t* context_lens;
     void* out;
-    int32_t* counters;  // [kMaxCtas]
-    float* partials;    // [num_ctas][2][slot_floats(heads, head_dim)]
+    int32_t* counters;     // [kMaxCtas]
+    float* partials;       // [num_ctas][2][slot_floats(heads, head_dim)]
+    float* warp_partials;  // [num_ctas][kMaxWarps][slot_floats]
     int64_t table_stride, q_stride, out_stride;
     int n, kv_heads, group, head_dim, block_size, dtype;
     float scale_log2;
@@ -49,6 +50,8 @@ __device__ inline int place_in_block(const DecodeArgs& args, int position) {
 __device__ inline int kv_head_of(const DecodeArgs& args, int head) {
     return args.splits == 1 ? head : head / args.splits;
 }
+
+int capability_cap();  // 0: none
 
 // Launches for args with all fields set but kv_map and those from `splits` on. The first two return
 // false where they have no kernel for the shape or the device.

@@ -29,6 +29,7 @@ struct FmaTile {
         return 2 * kTileTokens * row_chunks(head_dim) * 16;
     }
 
+    static constexpr int kMinStages = 1;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         return slot_floats(args.heads, args.head_dim) * 4 + stages * stage_bytes(args.head_dim);
     }

@@ -119,7 +119,8 @@ inline DeviceLimits device_limits() {
         value = bytes / 16 * 2048 + major * 10 + minor;
         if (device < 64) known[device].store(value);
     }
-    return {value / 2048 * 16, value % 2048};
+    const int capability = value % 2048, cap = capability_cap();
+    return {value / 2048 * 16, cap > 0 && cap < capability ? cap : capability};
 }
 
 // Warps and stages: the most tiles in flight, and of equal choices the most warps.
@@ -128,16 +129,16 @@ void launch_decode_attention(DecodeArgs args, int64_t num_ctas, cudaStream_t str
     const int limit = device_limits().shared_bytes;
     const int slot = slot_floats(args.heads, args.head_dim);
     int best_warps = 0, bytes = 0;
-    const int top = getenv("CK_W") ? atoi(getenv("CK_W")) : Tile::kWarps;
-    for (int warps = top; warps > 0; warps -= warps > 4 ? 4 : 1) {
-        for (int stages = 1; stages <= kMaxStages; ++stages) {
+    for (int warps = Tile::kWarps; warps > 0; --warps) {
+        for (int stages = Tile::kMinStages; stages <= kMaxStages; ++stages) {
             const int warp_bytes = Tile::warp_bytes(args, stages);
-            const int needed = MergeArea::bytes(warps, slot, warp_bytes);
+            const int needed = MergeArea::kBeforeWarps + warps * warp_bytes;
             if (needed > limit || warps * stages <= best_warps * args.stages) continue;
             best_warps = warps, args.stages = stages, args.warp_bytes = warp_bytes, bytes = needed;
         }
     }
     require(best_warps > 0, "decode_attention: a tile does not fit into shared memory");
+    args.warp_partials = args.partials + 2 * num_ctas * slot;
     const auto kernel = decode_attention_kernel<Tile>;
     check("decode_attention",
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

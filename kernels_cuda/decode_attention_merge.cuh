@@ -19,32 +19,28 @@ __device__ inline float exp2_fast(float x) {
 constexpr int kMaxStages = 4;
 constexpr int kStageAlignment = 1024;  // what the tensor memory accelerator's swizzle wants
 
-// Shared memory of the block. Slot 2w is for the segment that warp w has from the warp before it,
-// slot 2w + 1 for the one that it starts and the next warp goes on with.
+// What the warps of a block leave for its end. Slot 2w is for the segment that warp w has from the
+// warp before it, and in the workspace, as it is written while tiles still arrive in shared memory;
+// slot 2w + 1 is for the segment that warp w starts and the next one goes on with.
 struct MergeArea {
     uint64_t* barriers;  // [warps][kMaxStages]
     Segment* segments;   // [2 * warps]; tiles 0: the slot is empty
     int* is_last;        // [2]
-    float* from_before;  // the even slots, side by side
-    char* of_warps;      // the odd slots, args.warp_bytes apart; the rest is the warps' own
+    char* of_warps;      // args.warp_bytes each; the odd slots lie at their beginnings
+    float* from_before;  // the even slots
 
     static constexpr int kFixed =
         kMaxWarps * (kMaxStages * sizeof(uint64_t) + 2 * sizeof(Segment)) + 16;
-    // Where of_warps begins.
-    static __host__ __device__ int before_warps(int warps, int slot) {
-        return (kFixed + warps * slot * 4 + kStageAlignment - 1) / kStageAlignment *
-               kStageAlignment;
-    }
-    static int bytes(int warps, int slot, int warp_bytes) {
-        return before_warps(warps, slot) + warps * warp_bytes;
-    }
+    static constexpr int kBeforeWarps =
+        (kFixed + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
+
     __device__ MergeArea(const DecodeArgs& args, char* memory)
         : barriers(reinterpret_cast<uint64_t*>(memory)),
           segments(reinterpret_cast<Segment*>(barriers + kMaxWarps * kMaxStages)),
           is_last(reinterpret_cast<int*>(segments + 2 * kMaxWarps)),
-          from_before(reinterpret_cast<float*>(is_last + 4)),
-          of_warps(memory + before_warps(blockDim.x / 32, slot_floats(args.heads, args.head_dim))) {
-    }
+          of_warps(memory + kBeforeWarps),
+          from_before(args.warp_partials +
+                      int64_t{blockIdx.x} * kMaxWarps * slot_floats(args.heads, args.head_dim)) {}
     __device__ float* slot(const DecodeArgs& args, int i) const {
         return i % 2 == 0 ? from_before + i / 2 * slot_floats(args.heads, args.head_dim)
                           : reinterpret_cast<float*>(of_warps + i / 2 * args.warp_bytes);
@@ -140,13 +136,13 @@ __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
     }
 }
 
-// The partial results that the blocks first to last left for a segment, in this order, eight at
+// The partial results that the blocks first to last left for a segment, in this order, twelve at
 // once, as each takes a while to arrive.
 __device__ inline void merge_blocks(const DecodeArgs& args, const Segment& segment, int first,
                                     int last) {
     const Heads heads = heads_of(args, segment);
     const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 12;
     const int64_t slot = slot_floats(args.heads, args.head_dim);
     const auto slot_of = [&](int cta) {
         return args.partials + (2 * int64_t{cta} + (cta == first)) * slot;

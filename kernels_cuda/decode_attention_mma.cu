@@ -41,6 +41,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     int64_t plane;        // from K to V
     int last_row;         // of that tile
 
+    static constexpr int kMinStages = 1;
     static int warp_bytes(const DecodeArgs& args, int) {
         return slot_floats(args.heads, kHeadDim) * 4;
     }

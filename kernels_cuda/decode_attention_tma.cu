@@ -67,16 +67,19 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     static constexpr int kPartBytes = 2 * kTileTokens * 128, kStageBytes = kParts * kPartBytes;
     // As many as the registers allow.
     static constexpr int kWarps = kHeadDim * kColumns <= 64    ? 16
-                                  : kHeadDim * kColumns <= 128 ? 12
+                                  : kHeadDim * kColumns <= 128 ? 14
+                                  : kHeadDim * kColumns <= 256 ? 10
                                                                : 8;
 
     unsigned queries[kSteps][kColumns][2];
     unsigned stages, barriers;  // of this warp, in shared memory
     int stage;                  // whose tile comes next
     unsigned parity;            // of that stage's barrier
+    int next_row;               // of the KV: K of the tile to be copied next; -1: no more
     unsigned k_row, v_row;      // the rows whose address this lane gives, in bytes
     unsigned k_chunk, v_chunk;  // and the chunk of the first step, permuted
 
+    static constexpr int kMinStages = 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         const int slot = slot_floats(args.heads, kHeadDim) * 4, all = stages * kStageBytes;
         return slot <= all ? all : (slot + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
@@ -102,25 +105,32 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         __syncwarp();
     }
 
-    __device__ void copy(const DecodeArgs& args, int target, Cursor& cursor) const {
+    // Early, as it takes a while.
+    __device__ void find_next(const DecodeArgs& args, Cursor& cursor) {
+        next_row = -1;
         if (!cursor.valid()) return;
         const int place = place_in_block(args, cursor.tile() * kTileTokens);
         const int head = kv_head_of(args, cursor.segment.head);
-        const int row = (cursor.block() * args.kv_heads + head) * 2 * args.block_size + place;
-        if (threadIdx.x % 32 == 0) {
-            const unsigned barrier = barriers + target * 8;
-            expect_bytes(barrier, kStageBytes);
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                const unsigned at = stages + target * kStageBytes + part * kPartBytes;
-                copy_box(at, args.kv_map, part, row, barrier);
-            }
-        }
+        next_row = (cursor.block() * args.kv_heads + head) * 2 * args.block_size + place;
         cursor.move(args);
     }
 
+    __device__ void copy_next(const DecodeArgs& args, int target) const {
+        if (next_row < 0 || threadIdx.x % 32 != 0) return;
+        const unsigned barrier = barriers + target * 8;
+        expect_bytes(barrier, kStageBytes);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const unsigned at = stages + target * kStageBytes + part * kPartBytes;
+            copy_box(at, args.kv_map, part, next_row, barrier);
+        }
+    }
+
     __device__ void start(const DecodeArgs& args, Cursor& cursor) {
-        for (int i = 0; i < args.stages; ++i) copy(args, i, cursor);
+        for (int i = 0; i < args.stages; ++i) {
+            find_next(args, cursor);
+            copy_next(args, i);
+        }
     }
 
     __device__ void begin(const DecodeArgs& args, const Segment& segment) {
@@ -153,6 +163,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
                        queries[i][c][1]);
             }
         }
+        find_next(args, cursor);
         unsigned p[kColumns][2];  // tokens x heads
         this->soften(even, odd, args.scale_log2, valid, p);
         if (valid >= kTileTokens) {
@@ -161,7 +172,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
             add_values<true>(here, valid, p);
         }
         __syncwarp();  // all lanes have taken the tile
-        copy(args, stage, cursor);
+        copy_next(args, stage);
         if (++stage == args.stages) stage = 0, parity ^= 1;
     }
 
