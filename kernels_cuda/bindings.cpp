@@ -114,6 +114,8 @@ void bind_attention(py::module_& module) {
         arg("context_lens"), arg("out"), arg("workspace"), arg("n"), arg("q_heads"),
         arg("kv_heads"), arg("head_dim"), arg("block_size"), arg("table_stride"), arg("q_stride"),
         arg("out_stride"), arg("scale"), arg("num_ctas"), arg("stream"));
+    module.def("set_capability_cap", &set_capability_cap, arg("capability"),
+               "decode_attention uses no kernel for newer GPUs than this; 0: no cap.");
     module.def("decode_attention_workspace", &decode_attention_workspace, arg("n"), arg("q_heads"),
                arg("kv_heads"), arg("head_dim"), arg("num_ctas"), "In bytes.");
     module.def(

@@ -1,16 +1,27 @@
+#include <atomic>
+
 #include "kernels_cuda/decode_attention.h"
 #include "kernels_cuda/decode_attention_args.h"
 #include "kernels_cuda/dtype.cuh"
 #include "kernels_cuda/launch.h"
 
 namespace swiftapex {
+namespace {
+
+std::atomic<int> cap{0};
+
+}  // namespace
+
+void set_capability_cap(int capability) { cap.store(capability); }
+int capability_cap() { return cap.load(); }
 
 int64_t decode_attention_workspace(int64_t n, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                                    int64_t num_ctas) {
     require(n >= 0 && kv_heads >= 1 && q_heads >= kv_heads && q_heads % kv_heads == 0 &&
                 head_dim >= 1 && num_ctas >= 1 && num_ctas <= kMaxCtas,
             "decode_attention_workspace: bad sizes");
-    return kMaxCtas * 4 + num_ctas * 2 * slot_floats(q_heads / kv_heads, head_dim) * 4;
+    return kMaxCtas * 4 +
+           num_ctas * (2 + kMaxWarps) * slot_floats(q_heads / kv_heads, head_dim) * 4;
 }
 
 void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
@@ -50,8 +61,13 @@ void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
     args.head_dim = static_cast<int>(head_dim);
     args.block_size = static_cast<int>(block_size);
     args.dtype = dtype;
+    args.block_shift = -1;
+    for (int shift = 0; shift <= 16; ++shift) {
+        if (block_size == int64_t{1} << shift) args.block_shift = shift;
+    }
     args.scale_log2 = static_cast<float>(scale * kLog2E);
     const bool same_16_bit = dtype == kv_dtype && dtype != kFloat32;
+    if (same_16_bit && decode_attention_tma(args, num_ctas, stream)) return;
     if (same_16_bit && decode_attention_mma(args, num_ctas, stream)) return;
     decode_attention_fma(args, kv_dtype, num_ctas, stream);
 }

@@ -19,14 +19,19 @@ namespace swiftapex {
 // the device (decode_attention_plan.cuh), so that a captured graph stays balanced when the contexts
 // change. One block fills a multiprocessor: num_ctas is best the number of multiprocessors.
 // The same inputs give the same bits. 16-bit KV of the same dtype as q goes through the tensor
-// cores for head_dim 64, 96, 128 and 256 and block sizes divisible by 16 (compute capability 8.0),
-// all else through float32 FMA. Groups (q_heads / kv_heads) up to 16; head_dim a multiple of 8 up
-// to 256. Throws std::invalid_argument for bad sizes and std::runtime_error if the launch fails.
+// cores for head_dim 64, 96, 128 and 256 and block sizes divisible by 16, from compute
+// capability 8.0 on, all else through float32 FMA. Groups (q_heads / kv_heads) up to 16; head_dim a
+// multiple of 8 up to 256. Throws std::invalid_argument for bad sizes and std::runtime_error if the
+// launch fails.
 void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
                       const int32_t* block_table, const int32_t* context_lens, void* out,
                       void* workspace, int64_t n, int64_t q_heads, int64_t kv_heads,
                       int64_t head_dim, int64_t block_size, int64_t table_stride, int64_t q_stride,
                       int64_t out_stride, float scale, int64_t num_ctas, cudaStream_t stream);
+
+// Kernels for newer GPUs than this compute capability (10 * major + minor) are left alone, in the
+// whole process; 0: no cap. For tests and comparisons.
+void set_capability_cap(int capability);
 
 int64_t decode_attention_workspace(int64_t n, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                                    int64_t num_ctas);

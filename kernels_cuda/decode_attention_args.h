@@ -1,6 +1,7 @@
 // What decode_attention's parts hand to each other.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -14,19 +15,23 @@ constexpr int kMaxWarps = 16;  // of a thread block
 constexpr int kMaxCtas = 4096;
 
 struct DecodeArgs {
+    CUtensorMap kv_map;  // of decode_attention_tma alone
     const void* q;
     const void* kv;
     const int32_t* block_table;
     const int32_t* context_lens;
     void* out;
-    int32_t* counters;  // [kMaxCtas]
-    float* partials;    // [num_ctas][2][slot_floats(heads, head_dim)]
+    int32_t* counters;     // [kMaxCtas]
+    float* partials;       // [num_ctas][2][slot_floats(heads, head_dim)]
+    float* warp_partials;  // [num_ctas][kMaxWarps][slot_floats]
     int64_t table_stride, q_stride, out_stride;
     int n, kv_heads, group, head_dim, block_size, dtype;
-    int splits;  // parts in which a group is taken, each reading K and V once
-    int heads;   // q heads of such a part
     float scale_log2;
-    int stages;  // tiles of a warp in shared memory, where a kernel copies them there
+    int block_shift;  // log2 of block_size, -1 if it is no power of two
+    int splits;       // parts in which a group is taken, each reading K and V once
+    int heads;        // q heads of such a part
+    int stages;       // tiles of a warp in shared memory
+    int warp_bytes;   // of a warp's stages, and its slot if that has a place of its own
 };
 
 // A partial result: [heads][head_dim] sums, then [heads] maxima, then [heads] sums of weights.
@@ -34,8 +39,23 @@ __host__ __device__ inline int slot_floats(int heads, int head_dim) {
     return (heads * (head_dim + 2) + 3) / 4 * 4;
 }
 
-// Launches for args with all fields set but splits, heads and stages. decode_attention_mma returns
-// false where it has no kernel for the shape or the device.
+// Token `position` of a request: the column of its block table, and the place in that block.
+// Divisions are slow.
+__device__ inline int column_of(const DecodeArgs& args, int position) {
+    return args.block_shift >= 0 ? position >> args.block_shift : position / args.block_size;
+}
+__device__ inline int place_in_block(const DecodeArgs& args, int position) {
+    return args.block_shift >= 0 ? position & (args.block_size - 1) : position % args.block_size;
+}
+__device__ inline int kv_head_of(const DecodeArgs& args, int head) {
+    return args.splits == 1 ? head : head / args.splits;
+}
+
+int capability_cap();  // 0: none
+
+// Launches for args with all fields set but kv_map and those from `splits` on. The first two return
+// false where they have no kernel for the shape or the device.
+bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream);
 bool decode_attention_mma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream);
 void decode_attention_fma(DecodeArgs args, int kv_dtype, int64_t num_ctas, cudaStream_t stream);
 

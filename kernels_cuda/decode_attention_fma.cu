@@ -4,35 +4,6 @@
 namespace swiftapex {
 namespace {
 
-// 16 bytes from global to shared memory, or zeros, without waiting.
-__device__ inline void copy_async(void* shared, const void* global, bool valid) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
-#else
-    *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : uint4{};
-#endif
-}
-
-__device__ inline void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits for the older one of two groups of copies, or for the only one.
-__device__ inline void wait_copies(int stages) {
-#if __CUDA_ARCH__ >= 800
-    if (stages == 2) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-    } else {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
-#endif
-}
-
 // kHeads: at least args.heads. A stage holds the tile's rows of K, then those of V. Scores: lane
 // 2t + h takes half of the 16-byte chunks of token t's row. Sums: lane d takes the dims d + 32 i.
 template <class KV, int kHeads>
@@ -43,7 +14,8 @@ struct FmaTile {
 
     float sums[kHeads][kDims], maxima[kHeads], weights[kHeads];
     int lane, chunks;
-    char* stages;                                          // of this warp
+    float* queries;  // [heads][head_dim], where the sums go in the end
+    char* stages;
     int stage;                                             // whose tile comes next
     int first_token, first_chunk, token_step, chunk_step;  // of the copy's walk over chunks
 
@@ -57,10 +29,15 @@ struct FmaTile {
         return 2 * kTileTokens * row_chunks(head_dim) * 16;
     }
 
-    __device__ FmaTile(const DecodeArgs& args, float* memory)
+    static constexpr int kMinStages = 1;
+    static int warp_bytes(const DecodeArgs& args, int stages) {
+        return slot_floats(args.heads, args.head_dim) * 4 + stages * stage_bytes(args.head_dim);
+    }
+
+    __device__ FmaTile(const DecodeArgs& args, float* memory, uint64_t*)
         : lane(threadIdx.x % 32), chunks(args.head_dim / kChunk), stage(0) {
-        stages = reinterpret_cast<char*>(memory) +
-                 threadIdx.x / 32 * args.stages * stage_bytes(args.head_dim);
+        queries = memory;
+        stages = reinterpret_cast<char*>(memory + slot_floats(args.heads, args.head_dim));
         first_token = lane / chunks, first_chunk = lane % chunks;
         token_step = 32 / chunks, chunk_step = 32 % chunks;
     }
@@ -81,7 +58,7 @@ struct FmaTile {
 
     __device__ void copy_tile(const DecodeArgs& args, char* tile, const Cursor& cursor) const {
         const int row = row_chunks(args.head_dim), table_block = cursor.block();
-        const int head = cursor.segment.head / args.splits, first = cursor.tile() * kTileTokens;
+        const int head = kv_head_of(args, cursor.segment.head), first = cursor.tile() * kTileTokens;
         const int valid = cursor.segment.context - first;
         const int64_t plane = int64_t{args.block_size} * args.head_dim;
         const bool one_block = args.block_size % kTileTokens == 0;
@@ -90,10 +67,10 @@ struct FmaTile {
         while (token < kTileTokens) {
             const bool is_valid = token < valid;
             const int position = first + (is_valid ? token : 0);
-            const int64_t block = one_block ? table_block : table[position / args.block_size];
+            const int64_t block = one_block ? table_block : table[column_of(args, position)];
             const KV* k = static_cast<const KV*>(args.kv) +
                           (block * args.kv_heads + head) * 2 * plane +
-                          int64_t{position % args.block_size} * args.head_dim + chunk * kChunk;
+                          int64_t{place_in_block(args, position)} * args.head_dim + chunk * kChunk;
             char* target = tile + (token * row + chunk) * 16;
             copy_async(target, k, is_valid);
             copy_async(target + kTileTokens * row * 16, k + plane, is_valid);
@@ -102,8 +79,7 @@ struct FmaTile {
         }
     }
 
-    // scratch: the queries, [kHeads][head_dim] float32; heads beyond the last are not read.
-    __device__ void begin(const DecodeArgs& args, const Segment& segment, float* scratch) {
+    __device__ void begin(const DecodeArgs& args, const Segment& segment) {
         const Heads heads = heads_of(args, segment);
         const int64_t first = segment.row * args.q_stride + int64_t{heads.first} * args.head_dim;
         for (int i = lane; i < args.heads * args.head_dim; i += 32) {
@@ -117,7 +93,7 @@ struct FmaTile {
                     value = to_float(static_cast<const __nv_bfloat16*>(args.q)[first + i]);
                 }
             }
-            scratch[i] = value;
+            queries[i] = value;
         }
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
@@ -128,12 +104,12 @@ struct FmaTile {
         __syncwarp();
     }
 
-    __device__ void step(const DecodeArgs& args, const float* scratch, int valid, Cursor& cursor) {
+    __device__ void step(const DecodeArgs& args, int valid, Cursor& cursor) {
         char* tile = stages + stage * stage_bytes(args.head_dim);
-        wait_copies(args.stages);
+        wait_copies(args.stages - 1);
         __syncwarp();
         float scores[kHeads];
-        compute_scores(args, tile, scratch, scores);
+        compute_scores(args, tile, scores);
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
             float score = scores[head] + __shfl_xor_sync(kAllLanes, scores[head], 1);
@@ -148,7 +124,7 @@ struct FmaTile {
         stage = stage + 1 == args.stages ? 0 : stage + 1;
     }
 
-    __device__ void compute_scores(const DecodeArgs& args, const char* stage, const float* scratch,
+    __device__ void compute_scores(const DecodeArgs& args, const char* stage,
                                    float (&scores)[kHeads]) const {
         const char* row = stage + lane / 2 * row_chunks(args.head_dim) * 16;
 #pragma unroll
@@ -158,7 +134,7 @@ struct FmaTile {
 #pragma unroll
             for (int head = 0; head < kHeads; ++head) {
                 if (head >= args.heads) break;
-                const float* q = scratch + head * args.head_dim + chunk * kChunk;
+                const float* q = queries + head * args.head_dim + chunk * kChunk;
 #pragma unroll
                 for (int i = 0; i < kChunk; i += 4) {
                     const auto part = load_pack<float, 4>(q + i);
@@ -202,6 +178,13 @@ struct FmaTile {
                 for (int i = 0; i < kDims; ++i) sums[head][i] += weight * values[i];
             }
         }
+    }
+
+    __device__ void output(const DecodeArgs& args, const Segment& segment) {
+        finish(args, queries);
+        __syncwarp();
+        store_whole(args, segment, queries);
+        __syncwarp();
     }
 
     __device__ void finish(const DecodeArgs& args, float* slot) {

@@ -19,17 +19,54 @@ __device__ inline void zero_empty_rows(const DecodeArgs& args) {
     }
 }
 
-// Tile: start(args, cursor) begins to read ahead; begin(args, segment, scratch) loads the queries;
-// step(args, scratch, valid, cursor) adds the tile that was read first and reads ahead;
-// finish(args, slot) leaves the warp's sums. `scratch` is a slot that is free meanwhile.
+// 16 bytes from global to shared memory, or zeros, without waiting.
+__device__ inline void copy_async(void* shared, const void* global, bool valid = true) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address),
+                 "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+#else
+    *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : uint4{};
+#endif
+}
+
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all but the newest `pending` groups of copies.
+__device__ inline void wait_copies(int pending) {
+#if __CUDA_ARCH__ >= 800
+#define SWIFTAPEX_WAIT(n)                                            \
+    case n:                                                          \
+        asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); \
+        break;
+    switch (pending) {
+        SWIFTAPEX_WAIT(1)
+        SWIFTAPEX_WAIT(2)
+        SWIFTAPEX_WAIT(3)
+        SWIFTAPEX_WAIT(5)
+        SWIFTAPEX_WAIT(7)
+        default:
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+#undef SWIFTAPEX_WAIT
+#endif
+}
+
+// Tile: start(args, cursor) begins to read ahead; begin(args, segment) loads the queries;
+// step(args, valid, cursor) adds the tile that was read first and reads ahead. Then output(args,
+// segment) writes the result, or finish(args, slot) leaves the warp's sums. A tile has its warp's
+// memory for itself until it leaves its sums at the beginning of it.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kWarps * 32, 1) decode_attention_kernel(DecodeArgs args) {
-    extern __shared__ float4 shared[];
-    const MergeArea area(shared);
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const int slot = slot_floats(args.heads, args.head_dim);
-    float* from_before = area.slots + 2 * warp * slot;
-    float* own = from_before + slot;
+__global__ void __launch_bounds__(Tile::kWarps * 32, 1)
+    decode_attention_kernel(const __grid_constant__ DecodeArgs args) {
+    extern __shared__ __align__(kStageAlignment) char shared[];
+    const MergeArea area(args, shared);
+    const int warp = threadIdx.x / 32;
 
     const Piece piece = find_piece(args);
     zero_empty_rows(args);
@@ -39,24 +76,22 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1) decode_attention_kernel(
 
     if (piece.warp_begin < piece.warp_end) {
         Cursor cursor(args, piece);
-        Tile tile(args, area.slots + 2 * warps * slot);
+        Tile tile(args, area.slot(args, 2 * warp + 1), area.barriers + warp * kMaxStages);
         tile.start(args, cursor);
         int unit = piece.warp_begin;
         for (Segment segment = piece.first;; advance(args, segment)) {
             const int end = segment.end() < piece.warp_end ? segment.end() : piece.warp_end;
-            tile.begin(args, segment, own);
+            tile.begin(args, segment);
             for (; unit < end; ++unit) {
                 const int valid = segment.context - (unit - segment.start) * kTileTokens;
-                tile.step(args, own, valid, cursor);
+                tile.step(args, valid, cursor);
             }
             const bool starts_here = segment.start >= piece.warp_begin;
-            tile.finish(args, starts_here ? own : from_before);
             if (starts_here && segment.end() <= piece.warp_end) {
-                __syncwarp();
-                store_whole(args, segment, own);
-                __syncwarp();
-            } else if (threadIdx.x % 32 == 0) {
-                area.segments[2 * warp + starts_here] = segment;
+                tile.output(args, segment);
+            } else {
+                tile.finish(args, area.slot(args, 2 * warp + starts_here));
+                if (threadIdx.x % 32 == 0) area.segments[2 * warp + starts_here] = segment;
             }
             if (end == piece.warp_end) break;
         }
@@ -84,30 +119,31 @@ inline DeviceLimits device_limits() {
         value = bytes / 16 * 2048 + major * 10 + minor;
         if (device < 64) known[device].store(value);
     }
-    return {value / 2048 * 16, value % 2048};
+    const int capability = value % 2048, cap = capability_cap();
+    return {value / 2048 * 16, cap > 0 && cap < capability ? cap : capability};
 }
 
-// As many warps as the kernel is compiled for if shared memory has room for all of them, with two
-// stages each where the kernel has stages, else fewer warps, and stages.
+// Warps and stages: the most tiles in flight, and of equal choices the most warps.
 template <class Tile>
 void launch_decode_attention(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
     const int limit = device_limits().shared_bytes;
-    const int stage = Tile::stage_bytes(args.head_dim);
-    for (int stages = stage > 0 ? 2 : 1; stages > 0; --stages) {
-        for (int warps = Tile::kWarps; warps > 0; warps = warps == 12 ? 8 : warps / 2) {
-            const int area = MergeArea::bytes(warps, args.heads, args.head_dim);
-            const int bytes = area + warps * stages * stage;
-            if (bytes > limit) continue;
-            args.stages = stages;
-            const auto kernel = decode_attention_kernel<Tile>;
-            check("decode_attention",
-                  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-            kernel<<<static_cast<unsigned>(num_ctas), warps * 32, bytes, stream>>>(args);
-            check_launch("decode_attention");
-            return;
+    const int slot = slot_floats(args.heads, args.head_dim);
+    int best_warps = 0, bytes = 0;
+    for (int warps = Tile::kWarps; warps > 0; --warps) {
+        for (int stages = Tile::kMinStages; stages <= kMaxStages; ++stages) {
+            const int warp_bytes = Tile::warp_bytes(args, stages);
+            const int needed = MergeArea::kBeforeWarps + warps * warp_bytes;
+            if (needed > limit || warps * stages <= best_warps * args.stages) continue;
+            best_warps = warps, args.stages = stages, args.warp_bytes = warp_bytes, bytes = needed;
         }
     }
-    throw std::invalid_argument("decode_attention: a tile does not fit into shared memory");
+    require(best_warps > 0, "decode_attention: a tile does not fit into shared memory");
+    args.warp_partials = args.partials + 2 * num_ctas * slot;
+    const auto kernel = decode_attention_kernel<Tile>;
+    check("decode_attention",
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    kernel<<<static_cast<unsigned>(num_ctas), best_warps * 32, bytes, stream>>>(args);
+    check_launch("decode_attention");
 }
 
 }  // namespace swiftapex

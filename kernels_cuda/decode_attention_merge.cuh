@@ -16,24 +16,34 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-// Shared memory of the block. Slot 2w is for the segment that warp w has from the warp before it,
-// slot 2w + 1 for the one that it starts and the next warp goes on with.
-struct MergeArea {
-    float* slots;             // [2 * warps][slot_floats]
-    Segment* segments;        // [2 * warps]; tiles 0: the slot is empty
-    float *maxima, *weights;  // [kMaxGroup]
-    int* is_last;             // [2]
+constexpr int kMaxStages = 4;
+constexpr int kStageAlignment = 1024;  // what the tensor memory accelerator's swizzle wants
 
-    static constexpr int kFixed = 2 * kMaxWarps * sizeof(Segment) + 2 * kMaxGroup * 4 + 16;
-    static int bytes(int warps, int heads, int head_dim) {
-        return kFixed + warps * 2 * slot_floats(heads, head_dim) * 4;
-    }
-    __device__ explicit MergeArea(float4* memory)
-        : segments(reinterpret_cast<Segment*>(memory)),
-          maxima(reinterpret_cast<float*>(segments + 2 * kMaxWarps)),
-          weights(maxima + kMaxGroup),
-          is_last(reinterpret_cast<int*>(weights + kMaxGroup)) {
-        slots = reinterpret_cast<float*>(is_last + 4);
+// What the warps of a block leave for its end. Slot 2w is for the segment that warp w has from the
+// warp before it, and in the workspace, as it is written while tiles still arrive in shared memory;
+// slot 2w + 1 is for the segment that warp w starts and the next one goes on with.
+struct MergeArea {
+    uint64_t* barriers;  // [warps][kMaxStages]
+    Segment* segments;   // [2 * warps]; tiles 0: the slot is empty
+    int* is_last;        // [2]
+    char* of_warps;      // args.warp_bytes each; the odd slots lie at their beginnings
+    float* from_before;  // the even slots
+
+    static constexpr int kFixed =
+        kMaxWarps * (kMaxStages * sizeof(uint64_t) + 2 * sizeof(Segment)) + 16;
+    static constexpr int kBeforeWarps =
+        (kFixed + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
+
+    __device__ MergeArea(const DecodeArgs& args, char* memory)
+        : barriers(reinterpret_cast<uint64_t*>(memory)),
+          segments(reinterpret_cast<Segment*>(barriers + kMaxWarps * kMaxStages)),
+          is_last(reinterpret_cast<int*>(segments + 2 * kMaxWarps)),
+          of_warps(memory + kBeforeWarps),
+          from_before(args.warp_partials +
+                      int64_t{blockIdx.x} * kMaxWarps * slot_floats(args.heads, args.head_dim)) {}
+    __device__ float* slot(const DecodeArgs& args, int i) const {
+        return i % 2 == 0 ? from_before + i / 2 * slot_floats(args.heads, args.head_dim)
+                          : reinterpret_cast<float*>(of_warps + i / 2 * args.warp_bytes);
     }
 };
 
@@ -66,8 +76,8 @@ struct Heads {
     int first, count;
 };
 __device__ inline Heads heads_of(const DecodeArgs& args, const Segment& segment) {
-    const int kv_head = segment.head / args.splits;
-    const int skipped = segment.head % args.splits * args.heads;
+    const int kv_head = kv_head_of(args, segment.head);
+    const int skipped = (segment.head - kv_head * args.splits) * args.heads;
     const int rest = args.group - skipped;
     return {kv_head * args.group + skipped, rest < args.heads ? rest : args.heads};
 }
@@ -104,12 +114,12 @@ __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
         float maximum = -INFINITY, weight = 0.0f;
         for (int i = begin; i < end; ++i) {
             if (area.segments[i].tiles == 0) continue;
-            maximum = fmaxf(maximum, area.slots[i * slot + scalars + head]);
+            maximum = fmaxf(maximum, area.slot(args, i)[scalars + head]);
         }
         float4 sum{};
         for (int i = begin; i < end; ++i) {
             if (area.segments[i].tiles == 0) continue;
-            const float* of_warp = area.slots + i * slot;
+            const float* of_warp = area.slot(args, i);
             const float share = exp2_fast(of_warp[scalars + head] - maximum);
             weight += share * of_warp[scalars + args.heads + head];
             add_scaled(sum, reinterpret_cast<const float4*>(of_warp)[item], share);
@@ -126,49 +136,46 @@ __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
     }
 }
 
-// The partial results that the blocks first to last left for a segment, in this order.
-__device__ inline void merge_blocks(const DecodeArgs& args, const Segment& segment,
-                                    const MergeArea& area, int first, int last) {
+// The partial results that the blocks first to last left for a segment, in this order, twelve at
+// once, as each takes a while to arrive.
+__device__ inline void merge_blocks(const DecodeArgs& args, const Segment& segment, int first,
+                                    int last) {
     const Heads heads = heads_of(args, segment);
     const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
+    constexpr int kAtOnce = 12;
     const int64_t slot = slot_floats(args.heads, args.head_dim);
     const auto slot_of = [&](int cta) {
         return args.partials + (2 * int64_t{cta} + (cta == first)) * slot;
     };
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    for (int head = warp; head < heads.count; head += warps) {
-        float maximum = -INFINITY, weight = 0.0f;
-        for (int cta = first + lane; cta <= last; cta += 32) {
-            maximum = fmaxf(maximum, __ldcg(slot_of(cta) + scalars + head));
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
-        }
-        for (int cta = first + lane; cta <= last; cta += 32) {
-            const float* values = slot_of(cta) + scalars + head;
-            weight += exp2_fast(__ldcg(values) - maximum) * __ldcg(values + args.heads);
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            weight += __shfl_xor_sync(kAllLanes, weight, distance);
-        }
-        if (lane == 0) area.maxima[head] = maximum, area.weights[head] = weight;
-    }
-    __syncthreads();
     const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
     for (int item = threadIdx.x; item < heads.count * quads; item += blockDim.x) {
         const int head = item / quads;
+        float maximum = -INFINITY, weight = 0.0f;
         float4 sum{};
-#pragma unroll 8
-        for (int cta = first; cta <= last; ++cta) {
-            const float* partial = slot_of(cta);
-            const float share = exp2_fast(__ldcg(partial + scalars + head) - area.maxima[head]);
-            add_scaled(sum, __ldcg(reinterpret_cast<const float4*>(partial) + item), share);
+        for (int base = first; base <= last; base += kAtOnce) {
+            float maxima[kAtOnce], weights[kAtOnce];
+            float4 sums[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const float* partial = slot_of(base + i <= last ? base + i : last);
+                maxima[i] = __ldcg(partial + scalars + head);
+                weights[i] = __ldcg(partial + scalars + args.heads + head);
+                sums[i] = __ldcg(reinterpret_cast<const float4*>(partial) + item);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (base + i > last) break;
+                const float higher = fmaxf(maximum, maxima[i]);
+                const float old_share = exp2_fast(maximum - higher);
+                const float share = exp2_fast(maxima[i] - higher);
+                maximum = higher;
+                weight = weight * old_share + weights[i] * share;
+                sum = scaled(sum, old_share);
+                add_scaled(sum, sums[i], share);
+            }
         }
-        store_out(args, out + item * 4, scaled(sum, 1.0f / area.weights[head]));
+        store_out(args, out + item * 4, scaled(sum, 1.0f / weight));
     }
-    __syncthreads();
 }
 
 // By the whole block, once its warps have left what they have in the area.
@@ -201,7 +208,8 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         if (slot >= 0) {
             // A block starts at most one shared segment, so its counter serves that one.
             const Segment& segment = area.segments[slot];
-            const int first = piece.owner(segment.start), last = piece.owner(segment.end() - 1);
+            const int first = piece.cut.owner(segment.start),
+                      last = piece.cut.owner(segment.end() - 1);
             const bool is_last = atomicAdd(args.counters + first, 1) == last - first;
             if (is_last) args.counters[first] = 0;
             area.is_last[threadIdx.x] = is_last;
@@ -212,8 +220,8 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         if (!area.is_last[i]) continue;
         __threadfence();
         const Segment segment = area.segments[i == 0 ? from_before : to_next];
-        merge_blocks(args, segment, area, piece.owner(segment.start),
-                     piece.owner(segment.end() - 1));
+        merge_blocks(args, segment, piece.cut.owner(segment.start),
+                     piece.cut.owner(segment.end() - 1));
     }
 }
 

@@ -6,8 +6,7 @@
 // and the next tile's loads are under way while this one is computed: no shared memory, no barrier.
 // That works because the order of what is summed over is free: lane 4g + t takes 8 neighbouring
 // dims of K for the columns t of two products, and q is loaded alike.
-#include "kernels_cuda/decode_attention_kernel.cuh"
-#include "kernels_cuda/mma.cuh"
+#include "kernels_cuda/decode_attention_columns.cuh"
 
 namespace swiftapex {
 namespace {
@@ -21,10 +20,13 @@ __device__ inline uint4 load_ahead(const void* address) {
     return x;
 }
 
-// kColumns: groups of 8 columns. Scores are tokens x heads = K q^T, sums dims x heads = V^T p. In
-// both, a lane's columns are heads 8c + 2t + {0, 1} (lane = 4g + t).
+// Scores are tokens x heads = K q^T, sums dims x heads = V^T p: sum 4i + j has the dims
+// 8 (8i + g) + 2j + {0, 1}.
 template <class T, int kHeadDim, int kColumns>
-struct MmaTile {
+struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
+    using Base = Columns<T, (kHeadDim + 63) / 64 * 4, kColumns>;
+    using Base::g, Base::t, Base::sums;
+
     static constexpr int kKLoads = kHeadDim / 32;         // of a row: chunk 4i + t
     static constexpr int kVLoads = (kHeadDim + 63) / 64;  // of a row: chunk 8i + g
     // As many as the registers allow.
@@ -33,22 +35,19 @@ struct MmaTile {
                                                                : 8;
 
     uint4 queries[kKLoads][kColumns];
-    uint4 k[kKLoads][2];                  // rows g and g + 8
-    uint4 v[kVLoads][4];                  // rows 2t, 2t + 1, 2t + 8, 2t + 9
-    float sums[kVLoads][4][kColumns][4];  // dims 8 (8i + g) + 2j + {0, 1}
-    float maxima[kColumns][2];            // the same in all lanes of equal t
-    float weights[kColumns][2];           // of this lane's tokens
-    const T* tile;                        // K of the tile that is read
-    int64_t plane;                        // from K to V
-    int last_row;                         // of the tile that is read
+    uint4 k[kKLoads][2];  // rows g and g + 8
+    uint4 v[kVLoads][4];  // rows 2t, 2t + 1, 2t + 8, 2t + 9
+    const T* tile;        // K of the tile to be read
+    int64_t plane;        // from K to V
+    int last_row;         // of that tile
 
-    static int stage_bytes(int) { return 0; }
+    static constexpr int kMinStages = 1;
+    static int warp_bytes(const DecodeArgs& args, int) {
+        return slot_floats(args.heads, kHeadDim) * 4;
+    }
 
-    __device__ MmaTile(const DecodeArgs& args, float*)
+    __device__ MmaTile(const DecodeArgs& args, float*, uint64_t*)
         : plane(int64_t{args.block_size} * kHeadDim) {}
-
-    static __device__ int g() { return threadIdx.x % 32 / 4; }
-    static __device__ int t() { return threadIdx.x % 4; }
 
     // Rows past the context are read as its last one: their weights are 0, but 0 * NaN is not.
     __device__ const T* row(int index) const {
@@ -73,12 +72,14 @@ struct MmaTile {
             }
         }
     }
+    // Early, as the address takes a while to compute.
     __device__ void find_tile(const DecodeArgs& args, const Cursor& cursor) {
+        if (!cursor.valid()) return;
         const int first = cursor.tile() * kTileTokens, rest = cursor.segment.context - first;
+        const int head = kv_head_of(args, cursor.segment.head);
         tile = static_cast<const T*>(args.kv) +
-               (int64_t{cursor.block()} * args.kv_heads + cursor.segment.head / args.splits) * 2 *
-                   plane +
-               first % args.block_size * kHeadDim;
+               (int64_t{cursor.block()} * args.kv_heads + head) * 2 * plane +
+               place_in_block(args, first) * kHeadDim;
         last_row = rest < kTileTokens ? rest - 1 : kTileTokens - 1;
     }
 
@@ -87,9 +88,10 @@ struct MmaTile {
         load_k();
         load_v();
         cursor.move(args);
+        find_tile(args, cursor);
     }
 
-    __device__ void begin(const DecodeArgs& args, const Segment& segment, float*) {
+    __device__ void begin(const DecodeArgs& args, const Segment& segment) {
         const Heads heads = heads_of(args, segment);
         const T* q = static_cast<const T*>(args.q) + segment.row * args.q_stride +
                      int64_t{heads.first} * kHeadDim + t() * 8;
@@ -102,14 +104,11 @@ struct MmaTile {
                 queries[i][c] =
                     head < heads.count ? *reinterpret_cast<const uint4*>(chunk) : uint4{};
             }
-            maxima[c][0] = maxima[c][1] = -INFINITY;
-            weights[c][0] = weights[c][1] = 0.0f;
-#pragma unroll
-            for (int i = 0; i < kVLoads * 16; ++i) sums[i / 16][i / 4 % 4][c][i % 4] = 0.0f;
         }
+        this->clear();
     }
 
-    __device__ void step(const DecodeArgs& args, float*, int valid, Cursor& cursor) {
+    __device__ void step(const DecodeArgs& args, int valid, Cursor& cursor) {
         // Two chains of sums, as each instruction waits for the one before it.
         float even[kColumns][4] = {}, odd[kColumns][4] = {};
 #pragma unroll
@@ -123,61 +122,14 @@ struct MmaTile {
             }
         }
         const bool more = cursor.valid();
-        if (more) {
-            find_tile(args, cursor);
-            load_k();
-        }
+        if (more) load_k();
         unsigned p[kColumns][2];  // tokens x heads
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = g() + i / 2 * 8;
-                even[c][i] = token < valid ? (even[c][i] + odd[c][i]) * args.scale_log2 : -INFINITY;
-            }
-            soften(c, even[c], p[c]);
-        }
+        this->soften(even, odd, args.scale_log2, valid, p);
         add_values(p);
         if (more) {
             load_v();
             cursor.move(args);
-        }
-    }
-
-    // The weights of a tile's scores, as the right operand of the next product.
-    __device__ void soften(int c, const float (&scores)[4], unsigned (&p)[2]) {
-        const float high[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
-        // The maximum rarely rises after the first tiles.
-        if (__any_sync(kAllLanes, high[0] > maxima[c][0] || high[1] > maxima[c][1])) {
-            raise_maxima(c, high);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const T first = from_float<T>(exp2_fast(scores[2 * half] - maxima[c][0]));
-            const T second = from_float<T>(exp2_fast(scores[2 * half + 1] - maxima[c][1]));
-            // The rounded ones are added up, so that the weights sum to one.
-            weights[c][0] += to_float(first), weights[c][1] += to_float(second);
-            const Pack<T, 2> pair{{first, second}};
-            p[half] = transpose(reinterpret_cast<const unsigned&>(pair));
-        }
-    }
-
-    __device__ void raise_maxima(int c, const float (&high)[2]) {
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-            float maximum = fmaxf(maxima[c][column], high[column]);
-#pragma unroll
-            for (int distance = 16; distance >= 4; distance /= 2) {
-                maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
-            }
-            const float factor = exp2_fast(maxima[c][column] - maximum);
-            maxima[c][column] = maximum;
-            weights[c][column] *= factor;
-#pragma unroll
-            for (int i = 0; i < kVLoads * 4; ++i) {
-                sums[i / 4][i % 4][c][column] *= factor;
-                sums[i / 4][i % 4][c][column + 2] *= factor;
-            }
+            find_tile(args, cursor);
         }
     }
 
@@ -198,40 +150,45 @@ struct MmaTile {
                 const unsigned high8 = __byte_perm(c, d, 0x7632);
 #pragma unroll
                 for (int column = 0; column < kColumns; ++column) {
-                    mma<T>(sums[i][j][column], low, high, low8, high8, p[column][0], p[column][1]);
+                    mma<T>(sums[4 * i + j][column], low, high, low8, high8, p[column][0],
+                           p[column][1]);
                 }
             }
         }
     }
 
-    __device__ void finish(const DecodeArgs& args, float* slot) {
-        float* scalars = slot + args.heads * kHeadDim;
+    // body(i, dim) for the lane's dims, dim being the first of two neighbours.
+    template <class Body>
+    static __device__ void for_each_pair(Body body) {
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-            for (int column = 0; column < 2; ++column) {
-                const int head = 8 * c + 2 * t() + column;
-                float weight = weights[c][column];
-#pragma unroll
-                for (int distance = 16; distance >= 4; distance /= 2) {
-                    weight += __shfl_xor_sync(kAllLanes, weight, distance);
-                }
-                if (head >= args.heads) continue;
-                if (g() == 0)
-                    scalars[head] = maxima[c][column], scalars[args.heads + head] = weight;
-#pragma unroll
-                for (int i = 0; i < kVLoads; ++i) {
-                    if (kHeadDim % 64 != 0 && 8 * i + g() >= kHeadDim / 8) continue;
-                    float4* at =
-                        reinterpret_cast<float4*>(slot + head * kHeadDim + 8 * (8 * i + g()));
-#pragma unroll
-                    for (int j = 0; j < 4; j += 2) {
-                        at[j / 2] = {sums[i][j][c][column], sums[i][j][c][column + 2],
-                                     sums[i][j + 1][c][column], sums[i][j + 1][c][column + 2]};
-                    }
-                }
-            }
+        for (int i = 0; i < kVLoads * 4; ++i) {
+            const int dim = 8 * (i / 4 * 8 + g()) + i % 4 * 2;
+            if (kHeadDim % 64 == 0 || dim < kHeadDim) body(i, dim);
         }
+    }
+
+    __device__ void output(const DecodeArgs& args, const Segment& segment) const {
+        const Heads heads = heads_of(args, segment);
+        T* out = static_cast<T*>(args.out) + segment.row * args.out_stride +
+                 int64_t{heads.first} * kHeadDim;
+        this->for_each_head(heads.count, [&](int head, float weight, int c, int column) {
+            const float factor = 1.0f / weight;
+            for_each_pair([&](int i, int dim) {
+                store_pack(out + head * kHeadDim + dim,
+                           Pack<T, 2>{{from_float<T>(sums[i][c][column] * factor),
+                                       from_float<T>(sums[i][c][column + 2] * factor)}});
+            });
+        });
+    }
+
+    __device__ void finish(const DecodeArgs& args, float* slot) const {
+        this->for_each_head(args.heads, [&](int head, float weight, int c, int column) {
+            this->store_scalars(args, slot, head, weight, c, column);
+            for_each_pair([&](int i, int dim) {
+                store_pack(slot + head * kHeadDim + dim,
+                           Pack<float, 2>{{sums[i][c][column], sums[i][c][column + 2]}});
+            });
+        });
     }
 };
 
@@ -267,8 +224,9 @@ bool launch_head_dim(const DecodeArgs& args, int64_t num_ctas, cudaStream_t stre
 }  // namespace
 
 bool decode_attention_mma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
-    const bool fits = args.block_size % kTileTokens == 0 && aligned(16, args.q) &&
-                      aligned(8, args.q_stride) && device_limits().capability >= 80;
+    const bool fits = args.block_size % kTileTokens == 0 && aligned(16, args.q, args.out) &&
+                      aligned(8, args.q_stride, args.out_stride) &&
+                      device_limits().capability >= 80;
     if (!fits) return false;
     args.splits = 1;
     args.heads = args.group;

@@ -33,16 +33,23 @@ __device__ inline void advance(const DecodeArgs& args, Segment& segment) {
     } while (segment.tiles == 0);
 }
 
+// 0 .. total cut into `parts` pieces, the first ones longer by one where they cannot all be equal.
+struct Cut {
+    int length, longer;  // of a piece; how many are longer by one
+
+    __device__ Cut(int total, int parts) : length(total / parts), longer(total - length * parts) {}
+    __device__ int begin(int part) const { return part * length + (part < longer ? part : longer); }
+    __device__ int owner(int unit) const {
+        const int in_longer = longer * (length + 1);
+        return unit < in_longer ? unit / (length + 1) : longer + (unit - in_longer) / length;
+    }
+};
+
 struct Piece {
-    int total, ctas;           // all units, and the blocks that have any
+    Cut cut{0, 1};             // of all units, between the blocks
     int begin, end;            // this block's units
     int warp_begin, warp_end;  // this warp's
     Segment first;             // the segment of warp_begin, if the warp has a unit
-
-    // The block whose piece has the unit: the last i with total * i / ctas <= unit.
-    __device__ int owner(int unit) const {
-        return static_cast<int>(((int64_t{unit} + 1) * ctas - 1) / total);
-    }
 };
 
 // The segment that has the unit. All lanes look for it and get the same.
@@ -87,17 +94,18 @@ __device__ inline Piece find_piece(const DecodeArgs& args) {
         tiles += __shfl_xor_sync(kAllLanes, tiles, distance);
     }
     Piece piece{};
-    piece.total = tiles * args.kv_heads * args.splits;
+    const int total = tiles * args.kv_heads * args.splits;
     // No more blocks than can have a unit for each warp, so that little work is not cut to shreds.
-    const int most = piece.total / warps > 1 ? piece.total / warps : 1;
-    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    piece.ctas = ctas < most ? ctas : most;
-    if (piece.total == 0 || cta >= piece.ctas) return piece;
-    piece.begin = static_cast<int>(int64_t{piece.total} * cta / piece.ctas);
-    piece.end = static_cast<int>(int64_t{piece.total} * (cta + 1) / piece.ctas);
-    const int length = piece.end - piece.begin;
-    piece.warp_begin = piece.begin + static_cast<int>(int64_t{length} * warp / warps);
-    piece.warp_end = piece.begin + static_cast<int>(int64_t{length} * (warp + 1) / warps);
+    const int most = total / warps > 1 ? total / warps : 1;
+    const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    const int ctas = grid < most ? grid : most;
+    if (total == 0 || cta >= ctas) return piece;
+    piece.cut = Cut(total, ctas);
+    piece.begin = piece.cut.begin(cta);
+    piece.end = piece.cut.begin(cta + 1);
+    const Cut between_warps(piece.end - piece.begin, warps);
+    piece.warp_begin = piece.begin + between_warps.begin(warp);
+    piece.warp_end = piece.begin + between_warps.begin(warp + 1);
     if (piece.warp_begin < piece.warp_end) piece.first = find_segment(args, piece.warp_begin);
     return piece;
 }
@@ -117,7 +125,7 @@ struct Cursor {
     __device__ int load_blocks(const DecodeArgs& args, int first) const {
         const int tile = first + threadIdx.x % 32;
         if (tile >= segment.tiles) return 0;
-        const int column = tile * kTileTokens / args.block_size;
+        const int column = column_of(args, tile * kTileTokens);
         return args.block_table[segment.row * args.table_stride + column];
     }
     __device__ void enter(const DecodeArgs& args, int tile) {

@@ -30,6 +30,23 @@ __device__ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2,
 #endif
 }
 
+// Four 8x8 matrices of 16-bit elements from shared memory; lane i gives the address of row i % 8 of
+// matrix i / 8 and gets row g, columns 2t + {0, 1} of each.
+__device__ inline void load_matrices(unsigned (&a)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ inline void load_transposed(unsigned (&a)[4], unsigned shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
 // An 8x8 matrix of 16-bit elements, row g and columns 2t + {0, 1} in each lane, transposed.
 __device__ inline unsigned transpose(unsigned a) {
     unsigned b;

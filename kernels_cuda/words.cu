@@ -1,23 +1,10 @@
-#include <cuda.h>
-
-#include "kernels_cuda/launch.h"
+#include "kernels_cuda/driver.h"
 #include "kernels_cuda/words.h"
 
 namespace swiftapex {
 namespace {
 
 using StreamWord = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
-
-// Looked up at run time: the module also loads where there is no driver.
-StreamWord driver_entry(const char* name) {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    check(name, cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess || entry == nullptr) {
-        throw std::runtime_error(std::string(name) + ": the driver does not have it");
-    }
-    return reinterpret_cast<StreamWord>(entry);
-}
 
 void call(const char* name, StreamWord entry, const void* word, uint32_t value, unsigned flags,
           cudaStream_t stream) {
@@ -41,12 +28,12 @@ __global__ void write_word_store(volatile uint32_t* word, uint32_t value) {
 }  // namespace
 
 void wait_word(uint32_t* word, uint32_t value, cudaStream_t stream) {
-    static const StreamWord entry = driver_entry("cuStreamWaitValue32");
+    static const StreamWord entry = driver_entry<StreamWord>("cuStreamWaitValue32");
     call("wait_word", entry, word, value, CU_STREAM_WAIT_VALUE_EQ, stream);
 }
 
 void write_word(uint32_t* word, uint32_t value, cudaStream_t stream) {
-    static const StreamWord entry = driver_entry("cuStreamWriteValue32");
+    static const StreamWord entry = driver_entry<StreamWord>("cuStreamWriteValue32");
     call("write_word", entry, word, value, CU_STREAM_WRITE_VALUE_DEFAULT, stream);
 }
 

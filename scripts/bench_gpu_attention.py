@@ -8,6 +8,7 @@ JSON object.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -53,9 +54,7 @@ CONTEXTS = {
     "256 x 128": (128,) * 256,
     "1 x 12288 + 31 x 132": (12288,) + (132,) * 31,
 }
-import os
 
-SHUFFLE = not os.environ.get("SEQ")
 POOL_BYTES = 4 << 30
 CALLS_PER_SAMPLE = 8
 
@@ -80,9 +79,7 @@ def measure(setting: Setting, pool: Tensor, sms: int, ctas_per_sm: int, samples:
     blocks_of = [-(-context // block_size) for context in setting.contexts]
     total = sum(blocks_of)
     num_sets = max(2, POOL_BYTES // setting.block_bytes // total)
-    order = torch.arange(POOL_BYTES // setting.block_bytes, dtype=torch.int32)
-    if SHUFFLE:
-        order = order[torch.randperm(len(order))]
+    order = torch.randperm(POOL_BYTES // setting.block_bytes, dtype=torch.int32)
     table = torch.zeros(num_sets, n, max(blocks_of), dtype=torch.int32)
     for index in range(num_sets):
         first = index * total
@@ -102,13 +99,14 @@ def measure(setting: Setting, pool: Tensor, sms: int, ctas_per_sm: int, samples:
 
     def attend(index: int) -> None:
         kernels.decode_attention(
-            number, number, q.data_ptr(), pool.data_ptr(), table[index % num_sets].data_ptr(),
+            number, number, q.data_ptr(), pool.data_ptr(), tables[index % num_sets],
             lens.data_ptr(), out.data_ptr(), workspace.data_ptr(), n, *shape, block_size,
             table.stride(1), width, width, setting.head_dim**-0.5, num_ctas, STREAM,
         )  # fmt: skip
 
     bytes_read = setting.kv_bytes // 16 * 16
     sums = torch.empty(sms * 8, device="cuda")
+    tables = [table[index].data_ptr() for index in range(num_sets)]
 
     def read(ctas: int) -> Callable[[int], None]:
         def call(index: int) -> None:
@@ -134,6 +132,8 @@ def main() -> None:
     parser.add_argument("--sms", type=int, nargs="+", default=[132, 8])
     parser.add_argument("--ctas-per-sm", type=int, default=1)
     parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--contexts", nargs="+", default=list(CONTEXTS))
     parser.add_argument("--head-dim", type=int, default=128)
     arguments = parser.parse_args()
     pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
@@ -143,13 +143,12 @@ def main() -> None:
         if sms < all_sms:
             context = torch.cuda.green_contexts.GreenContext.create(num_sms=sms, device_id=0)
             context.set_context()
-        for shape, (q_heads, kv_heads) in SHAPES.items():
-            for name, contexts in CONTEXTS.items():
-                setting = Setting(q_heads, kv_heads, contexts, arguments.head_dim)
-                result = measure(setting, pool, sms, arguments.ctas_per_sm, arguments.samples)
-                line = {"sms": sms, "shape": shape, "contexts": name, **result}
-                print(*line.values(), sep="\t", file=sys.stderr)
-                results.append(line)
+        for shape, name in itertools.product(arguments.shapes, arguments.contexts):
+            setting = Setting(*SHAPES[shape], CONTEXTS[name], arguments.head_dim)
+            result = measure(setting, pool, sms, arguments.ctas_per_sm, arguments.samples)
+            line = {"sms": sms, "shape": shape, "contexts": name, **result}
+            print(*line.values(), sep="\t", file=sys.stderr)
+            results.append(line)
         if sms < all_sms:
             context.pop_context()
     setting = asdict(Setting(32, 8, ()))

@@ -4,6 +4,7 @@ NaN, so is the output beforehand; block table entries past a context point nowhe
 from __future__ import annotations
 
 import random as python_random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,14 @@ pytestmark = pytest.mark.gpu
 NOWHERE = 2**30
 # Of a head's output, by norm: the output's rounding, and for the tensor cores the weights' too.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(params=[0, 80, 75], ids=["any", "cap80", "cap75"], autouse=True)
+def capability_cap(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every kernel that the GPU has: tensor memory accelerator, tensor cores alone, FMA."""
+    kernels.set_capability_cap(request.param)
+    yield
+    kernels.set_capability_cap(0)
 
 
 @dataclass

@@ -1,0 +1,107 @@
+// What the tensor core variants of decode_attention share: the running softmax of a warp whose
+// products have the q heads as columns.
+#pragma once
+
+#include "kernels_cuda/decode_attention_kernel.cuh"
+#include "kernels_cuda/mma.cuh"
+
+namespace swiftapex {
+
+// kSums products of 16 dims x 8 heads, for kColumns groups of 8 heads. A lane's columns are the
+// heads 8c + 2t + {0, 1} (lane = 4g + t).
+template <class T, int kSums, int kColumns>
+struct Columns {
+    float sums[kSums][kColumns][4];
+    float maxima[kColumns][2];   // the same in all lanes of equal t
+    float weights[kColumns][2];  // of this lane's tokens
+
+    static __device__ int g() { return threadIdx.x % 32 / 4; }
+    static __device__ int t() { return threadIdx.x % 4; }
+
+    __device__ void clear() {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            maxima[c][0] = maxima[c][1] = -INFINITY;
+            weights[c][0] = weights[c][1] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kSums * 4; ++i) sums[i / 4][c][i % 4] = 0.0f;
+        }
+    }
+
+    // A tile's products K q^T, tokens g and g + 8, in two parts. p: the weights, as the right
+    // operand of the next product.
+    __device__ void soften(const float (&even)[kColumns][4], const float (&odd)[kColumns][4],
+                           float scale_log2, int valid, unsigned (&p)[kColumns][2]) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            float scores[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool exists = g() + i / 2 * 8 < valid;
+                scores[i] = exists ? (even[c][i] + odd[c][i]) * scale_log2 : -INFINITY;
+            }
+            const float high[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
+            // The maximum rarely rises after the first tiles.
+            if (__any_sync(kAllLanes, high[0] > maxima[c][0] || high[1] > maxima[c][1])) {
+                raise_maxima(c, high);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const T first = from_float<T>(exp2_fast(scores[2 * half] - maxima[c][0]));
+                const T second = from_float<T>(exp2_fast(scores[2 * half + 1] - maxima[c][1]));
+                // The rounded ones are added up, so that the weights sum to one.
+                weights[c][0] += to_float(first), weights[c][1] += to_float(second);
+                const Pack<T, 2> pair{{first, second}};
+                p[c][half] = transpose(reinterpret_cast<const unsigned&>(pair));
+            }
+        }
+    }
+
+    __device__ void raise_maxima(int c, const float (&high)[2]) {
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+            float maximum = fmaxf(maxima[c][column], high[column]);
+#pragma unroll
+            for (int distance = 16; distance >= 4; distance /= 2) {
+                maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
+            }
+            const float factor = exp2_fast(maxima[c][column] - maximum);
+            maxima[c][column] = maximum;
+            weights[c][column] *= factor;
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                sums[i][c][column] *= factor;
+                sums[i][c][column + 2] *= factor;
+            }
+        }
+    }
+
+    // body(head, weight, c, column) for the lane's columns that are heads; weight: the sum over all
+    // tokens.
+    template <class Body>
+    __device__ void for_each_head(int heads, Body body) const {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+            for (int column = 0; column < 2; ++column) {
+                const int head = 8 * c + 2 * t() + column;
+                float weight = weights[c][column];
+#pragma unroll
+                for (int distance = 16; distance >= 4; distance /= 2) {
+                    weight += __shfl_xor_sync(kAllLanes, weight, distance);
+                }
+                if (head < heads) body(head, weight, c, column);
+            }
+        }
+    }
+
+    __device__ void store_scalars(const DecodeArgs& args, float* slot, int head, float weight,
+                                  int c, int column) const {
+        if (g() != 0) return;
+        float* scalars = slot + args.heads * args.head_dim;
+        scalars[head] = maxima[c][column];
+        scalars[args.heads + head] = weight;
+    }
+};
+
+}  // namespace swiftapex
