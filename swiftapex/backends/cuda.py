@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,7 @@ from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
 _REGISTER_BYTES = 1 << 30  # of host memory pinned by one call
+_REGISTER_THREADS = 8
 _ALIGNMENT = 16  # bytes, of each array in a transfer
 
 
@@ -107,16 +112,26 @@ class CudaBackend:
     ) -> Tensor:
         """2 MiB pages, pinned piece by piece, so that the GPU's copies reach them."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        bytes_needed = torch.Size(size).numel() * dtype.itemsize
+        available = _available_bytes()
+        if bytes_needed > available:
+            raise ConfigError(
+                f"engine.cpu: {bytes_needed / 2**30:.1f} GiB of KV, but {available / 2**30:.1f} GiB "
+                "of memory are available: use a smaller kv_tokens or kv_memory"
+            )
         kv = zeroed_huge_pages(size, dtype)
-        for begin in range(0, kv.nbytes, _REGISTER_BYTES):
-            address, length = kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin)
-            error = torch.cuda.cudart().cudaHostRegister(address, length, 0)
-            if int(error) != 0:
-                raise ConfigError(
-                    f"engine.cpu: {kv.nbytes / 2**30:.1f} GiB of KV cannot be pinned (CUDA error "
-                    f"{int(error)} after {begin / 2**30:.1f} GiB): use a smaller kv_tokens"
-                )
-            self._pinned.append((address, length))
+        pieces = [
+            (kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin))
+            for begin in range(0, kv.nbytes, _REGISTER_BYTES)
+        ]
+        with ThreadPoolExecutor(_REGISTER_THREADS) as pool:  # most of the time is zeroing pages
+            for piece, error in zip(pieces, pool.map(_register, pieces), strict=True):
+                if error != 0:
+                    raise ConfigError(
+                        f"engine.cpu: {kv.nbytes / 2**30:.1f} GiB of KV cannot be pinned (CUDA "
+                        f"error {error}): use a smaller kv_tokens"
+                    )
+                self._pinned.append(piece)
         return kv
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -187,6 +202,18 @@ class CudaBackend:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
         self._green = None
+
+
+def _register(piece: tuple[int, int]) -> int:
+    """Pins (address, bytes); the CUDA error."""
+    return int(torch.cuda.cudart().cudaHostRegister(*piece, 0))
+
+
+def _available_bytes() -> int:
+    """Host memory that may still be taken."""
+    text = Path("/proc/meminfo").read_text()
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else sys.maxsize
 
 
 def _attend_chunk(
