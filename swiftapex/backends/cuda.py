@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,13 +109,6 @@ class CudaBackend:
     ) -> Tensor:
         """2 MiB pages, pinned piece by piece, so that the GPU's copies reach them."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
-        bytes_needed = torch.Size(size).numel() * dtype.itemsize
-        available = _available_bytes()
-        if bytes_needed > available:
-            raise ConfigError(
-                f"engine.cpu: {bytes_needed / 2**30:.1f} GiB of KV, but {available / 2**30:.1f} GiB "
-                "of memory are available: use a smaller kv_tokens or kv_memory"
-            )
         kv = zeroed_huge_pages(size, dtype)
         pieces = [
             (kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin))
@@ -207,13 +197,6 @@ class CudaBackend:
 def _register(piece: tuple[int, int]) -> int:
     """Pins (address, bytes); the CUDA error."""
     return int(torch.cuda.cudart().cudaHostRegister(*piece, 0))
-
-
-def _available_bytes() -> int:
-    """Host memory that may still be taken."""
-    text = Path("/proc/meminfo").read_text()
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else sys.maxsize
 
 
 def _attend_chunk(
