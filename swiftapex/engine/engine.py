@@ -359,8 +359,9 @@ class Engine:
         now = time.perf_counter()
         if self._keep_iterations:
             begin = max(launched.record.start_s, self._last_end_s)
-            duration_us = (now - begin) * 1e6
-            self.iterations.append(dataclasses.replace(launched.record, duration_us=duration_us))
+            self.iterations.append(
+                dataclasses.replace(launched.record, start_s=begin, duration_us=(now - begin) * 1e6)
+            )
         self._last_end_s = now
         changed = []
         for request_id, token_id in tokens.by_request.items():
