@@ -31,7 +31,7 @@ class CpuBackend:
     the native kernels of a decode step would need. The process's own setting returns on close."""
 
     device = torch.device("cpu")
-    uses_slots = False
+    rotates = False
 
     def __init__(self, threads: ThreadPlan) -> None:
         self._pool = kernels.ThreadPool(threads.count, list(threads.cpus), spin_us=_SPIN_US)
@@ -41,6 +41,16 @@ class CpuBackend:
         self.ops: Ops = self._ops
         self._planned: PlannedDecodes | None = None
         self._weight_room = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
+
+    def rotate_append(
+        self,
+        kv: Tensor | None,
+        slots: Tensor | None,
+        qkv: Tensor,
+        rotation: Tensor,
+        shape: AttentionShape,
+    ) -> None:
+        raise NotImplementedError("the layer math rotates, attention appends")
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype

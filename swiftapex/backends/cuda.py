@@ -34,7 +34,7 @@ class CudaBackend:
     device memory that this process may take, None for all.
     """
 
-    uses_slots = True
+    rotates = True
 
     def __init__(self, sm_count: int | None = None, memory: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -127,27 +127,23 @@ class CudaBackend:
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    def rotate_append(
+        self,
+        kv: Tensor | None,
+        slots: Tensor | None,
+        qkv: Tensor,
+        rotation: Tensor,
+        shape: AttentionShape,
+    ) -> None:
+        _rope_append(kv, slots, qkv, rotation, shape)
+
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:
-        assert batch.slots is not None
-        n, width = len(qkv), shape.num_q_heads * shape.head_dim
-        kernels.rope_append(
-            DTYPE_NUMBERS[qkv.dtype],
-            DTYPE_NUMBERS[kv.dtype],
-            qkv.data_ptr(),
-            0,
-            batch.slots.data_ptr(),
-            kv.data_ptr(),
-            n,
-            shape.num_q_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            qkv.stride(0),
-            shape.block_size,
-            stream_handle(),
-        )
-        out = torch.empty(n, width, dtype=qkv.dtype, device=self.device)
+        if batch.slots is not None:
+            _rope_append(kv, batch.slots, qkv, None, shape)
+        width = shape.num_q_heads * shape.head_dim
+        out = torch.empty(len(qkv), width, dtype=qkv.dtype, device=self.device)
         if batch.num_decodes:
             self._attend_decodes(kv, batch, shape, qkv, out)
         begin = batch.num_decodes
@@ -192,6 +188,30 @@ class CudaBackend:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
         self._green = None
+
+
+def _rope_append(
+    kv: Tensor | None,
+    slots: Tensor | None,
+    qkv: Tensor,
+    rotation: Tensor | None,
+    shape: AttentionShape,
+) -> None:
+    kernels.rope_append(
+        DTYPE_NUMBERS[qkv.dtype],
+        DTYPE_NUMBERS[qkv.dtype if kv is None else kv.dtype],
+        qkv.data_ptr(),
+        0 if rotation is None else rotation.data_ptr(),
+        0 if kv is None or slots is None else slots.data_ptr(),
+        0 if kv is None or slots is None else kv.data_ptr(),
+        len(qkv),
+        shape.num_q_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        qkv.stride(0),
+        shape.block_size,
+        stream_handle(),
+    )
 
 
 def _register(piece: tuple[int, int]) -> int:

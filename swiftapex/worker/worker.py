@@ -64,7 +64,7 @@ class Worker:
         except BaseException:
             self._backends.close()
             raise
-        self._stages = Stages(config, weights, gpu.ops)
+        self._stages = Stages(config, weights, gpu.ops, rotates=not gpu.rotates)
         max_blocks = -(-max_model_len // engine.block_size)
         self._table = RequestTable(max_blocks, weights.device)
         self._staged: list[StagedPrefill] = []
