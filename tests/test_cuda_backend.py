@@ -1,5 +1,5 @@
-"""The CUDA backend's own logic, without a GPU: hand-off, slots, rotation, copies. See tests/cuda for
-the kernels and the device."""
+"""The CUDA backend's own logic without a GPU: hand-off, slots, rotation, copies. Kernels and device
+are tested in tests/cuda."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def cuda_on_host() -> Iterator[None]:
             if with_cpu_side:
                 lane = modules["cuda_lane"].CudaCpuLane(cpu_threads(1), gpu.device)
                 copies = modules["cuda_lane"].CudaCopies(gpu.device)
-            clock, progress = (
-                modules["cuda_clock"].CudaClock(),
-                modules["cuda_clock"].CudaProgress(),
-            )
             return Backends(
-                gpu, lane, copies, clock, progress, active=gpu.active, finish=gpu.stream.synchronize
+                gpu=gpu,
+                cpu_attention=lane,
+                copies=copies,
+                clock=modules["cuda_clock"].CudaClock(),
+                progress=modules["cuda_clock"].CudaProgress(),
+                active=gpu.active,
+                finish=gpu.stream.synchronize,
             )
 
         with mock.patch.object(worker_module, "make_backends", make):
