@@ -7,8 +7,11 @@ import random
 import pytest
 
 from swiftapex import SamplingParams
+from swiftapex.config.schema import WorkloadConfig
 from swiftapex.core.request import FinishReason
 from swiftapex.engine.engine import Engine
+from swiftapex.workloads.build import build_workload
+from swiftapex.workloads.replay import replay
 from tests.hybrid import (
     STRATEGIES,
     Pools,
@@ -89,4 +92,16 @@ def test_a_request_that_is_aborted_between_launch_and_token() -> None:
         engine.step()
     assert len(second.output_ids) == 6 and len(first.output_ids) == 2
     assert engine.stats().gpu_blocks_free == engine.stats().gpu_blocks_total
+    engine.close()
+
+
+def test_a_replay_gets_every_token() -> None:
+    engine = ahead(small_engine("gqa-3", ROOMY, "neo", {}, late=3))
+    workload = WorkloadConfig(kind="synthetic", num_requests=10, input_len=9, output_len=7)
+    items = build_workload(workload, seed=1, vocab_size=120)
+    seen = []
+    log = replay(engine, items, workload, report=seen.append)
+    assert all(len(o.output_ids) == 7 and o.completed for o in log.outcomes)
+    assert seen[-1].ended == 10 and seen[-1].output_tokens == 70
+    assert sum(record.completed_tokens for record in log.iterations) == 70
     engine.close()

@@ -203,7 +203,7 @@ def _serve(
         if engine.has_work:
             changed = engine.step()
             ended += sum(request.finish_reason is not None for request in changed)
-            tokens += engine.iterations[-1].completed_tokens
+            tokens += sum(request.error is None for request in changed)
         elif pending:
             until_s = pending[0].item.arrival_s if limit_s is None else limit_s
             time.sleep(max(0.0, min(pending[0].item.arrival_s, until_s) - now_s))
