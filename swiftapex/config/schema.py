@@ -134,6 +134,8 @@ class WorkloadConfig(Section):
     or cuts it. synthetic: random token ids of `input_len`. trace: random token ids with the
     lengths (and times) of `path`, an Azure CSV or a JSON list of {prompt, max_tokens}.
     `rate` is in requests/s (arrival: poisson), `speedup` divides a trace's times (arrival: trace).
+    warm_start: requests begin at uniformly random progress with their KV in place, as many as fit,
+    so that a short window measures the steady state.
     """
 
     kind: Literal["prompts", "synthetic", "trace"] = "prompts"
@@ -170,6 +172,8 @@ class WorkloadConfig(Section):
             raise ValueError("rate (requests/s) and arrival: poisson belong together")
         if self.arrival == "trace" and self.kind != "trace":
             raise ValueError("arrival: trace needs kind: trace")
+        if self.warm_start and (self.arrival != "all" or not self.forces_length):
+            raise ValueError("warm_start needs arrival: all and ignore_eos: true")
         return self
 
     @property

@@ -161,7 +161,7 @@ class Engine:
             request = self.add(prompt, sampling)
             request.output_ids.extend([self._blocks.block_size] * max(1, num_generated))
             request.num_computed = request.num_tokens - 1
-            for side in SIDES:
+            for side in SIDES if self._queue.num_waiting == 1 else ():
                 if self._state.can_start(request, side):
                     self._state.start(request, side)
                     return request
