@@ -166,8 +166,20 @@ struct DecodePieceRunner {
                                        plan.pieces[i + 1].head_begin)
                                : nullptr);
             finish(piece);
+            if (piece.merge >= 0 && plan.pieces_left != nullptr) finish_merge(piece.merge);
         }
         Scores<T>::end();
+    }
+
+    // The counter orders the pieces' results before the reading of them. It does not matter who
+    // merges: the order of the pieces is that of their slots.
+    void finish_merge(int index) const {
+        const DecodeMerge& merge = plan.merges[index];
+        int32_t& left = plan.pieces_left[index];
+        if (__atomic_sub_fetch(&left, 1, __ATOMIC_ACQ_REL) > 0) return;
+        __atomic_store_n(&left, merge.num_pieces, __ATOMIC_RELAXED);
+        const int heads = (merge.head_end - merge.head_begin) * group();
+        for (int h = 0; h < heads; ++h) merge_head(merge, h);
     }
 
     // One query head of a split row: 2^(maximum - highest) weighs each piece's
@@ -229,6 +241,8 @@ inline void with_decode_runner(const DecodeAttentionArgs& args, const DecodePlan
             return body(DecodePieceRunner<T, Half>{args, plan, memory});
         case kBFloat16:
             return body(DecodePieceRunner<T, BFloat16>{args, plan, memory});
+        case kInt8:
+            return;  // of KV only
     }
 }
 

@@ -36,6 +36,8 @@ DTYPES = {
     "int8": torch.int8,  # of KV; the activations are bfloat16
 }
 SAMPLE_BYTES = 32 << 20  # read per sample, so that a sample is shorter than a scheduler's slice
+MAX_STREAM_BYTES = 1 << 30  # of a sample beside a call that reads more than SAMPLE_BYTES
+SPIN_US = 200  # threads stay awake between two calls from Python
 QUANTILE = 0.2  # of the samples' times: other load on the machine can only lengthen them
 
 
@@ -79,13 +81,14 @@ class Attention:
         self.shape = AttentionShape(s.q_heads, s.kv_heads, s.head_dim, s.block_size)
         lens = torch.tensor(s.contexts(), dtype=torch.int32)
         blocks = [-(-n // s.block_size) for n in lens.tolist()]
-        self.tables = itertools.cycle(list(self._tables(num_blocks, blocks)))
+        self.tables = list(self._tables(num_blocks, blocks))  # kept alive: calls hold addresses
         activations = torch.bfloat16 if dtype is torch.int8 else dtype
         self.qkv = torch.randn(s.batch, s.q_heads + 2 * s.kv_heads, s.head_dim).to(activations)
         self.out = torch.empty(s.batch, s.q_heads, s.head_dim, dtype=activations)
         self.plan = kernels.DecodePlan(
             lens.data_ptr(), s.batch, s.kv_heads, s.block_size, s.threads
         )
+        self.calls = itertools.cycle([self._arguments(table) for table in self.tables])
 
     def _tables(self, num_blocks: int, blocks: list[int]) -> Iterator[Tensor]:
         order = torch.randperm(num_blocks, dtype=torch.int32)
@@ -96,10 +99,11 @@ class Attention:
                 begin += n
             yield table
 
-    def __call__(self) -> None:
-        s, table = self.setting, next(self.tables)
+    def _arguments(self, table: Tensor) -> tuple[Any, ...]:
+        """Made beforehand: they take longer than a short call."""
+        s = self.setting
         q, k, v = split_heads(self.qkv, self.shape)
-        kernels.paged_decode_attention(
+        return (
             self.pool,
             self.plan,
             KV_DTYPE_NUMBERS[self.qkv.dtype],
@@ -110,6 +114,9 @@ class Attention:
             s.head_dim,
             self.shape.scale,
         )
+
+    def __call__(self) -> None:
+        kernels.paged_decode_attention(*next(self.calls))
 
 
 def timed(call: Callable[[], object], repeats: int) -> float:
@@ -126,10 +133,11 @@ def undisturbed(samples: list[float]) -> float:
 
 def measure(setting: Setting, pool: kernels.ThreadPool, memory: Tensor, seconds: float) -> Any:
     attention = Attention(setting, pool, memory)
-    starts = itertools.cycle(range(0, memory.numel() - SAMPLE_BYTES + 1, SAMPLE_BYTES))
+    sample_bytes = min(max(SAMPLE_BYTES, setting.call_bytes()), MAX_STREAM_BYTES, memory.numel())
+    starts = itertools.cycle(range(0, memory.numel() - sample_bytes + 1, sample_bytes))
 
     def stream() -> None:
-        kernels.read_stream(pool, memory.data_ptr() + next(starts), SAMPLE_BYTES)
+        kernels.read_stream(pool, memory.data_ptr() + next(starts), sample_bytes)
 
     attention()
     all_cpus = os.sched_getaffinity(0)
@@ -143,7 +151,7 @@ def measure(setting: Setting, pool: kernels.ThreadPool, memory: Tensor, seconds:
         stream_s.append(timed(stream, 1))
     os.sched_setaffinity(0, all_cpus)
     layer_s, sample_s = undisturbed(attention_s), undisturbed(stream_s)
-    stream_gb_s = SAMPLE_BYTES / sample_s / 1e9
+    stream_gb_s = sample_bytes / sample_s / 1e9
     read_gb_s = setting.call_bytes() / layer_s / 1e9
     group = setting.q_heads // setting.kv_heads
     return {
@@ -244,7 +252,7 @@ def main() -> None:
     kernels.set_isa_cap(args.isa)
     memory = zeroed_huge_pages((args.memory_mib << 20,), torch.uint8).fill_(0)
     cpus = sorted(os.sched_getaffinity(0))
-    pools = {n: kernels.ThreadPool(n, cpus[:n]) for n in args.threads}
+    pools = {n: kernels.ThreadPool(n, cpus[:n], spin_us=SPIN_US) for n in args.threads}
     results: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     for setting in settings(args):
