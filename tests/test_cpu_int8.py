@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftapex import LLM, SamplingParams
 from swiftapex import _kernels_cpu as kernels
 from swiftapex.backends.cpu import CpuBackend, kv_row
 from swiftapex.backends.cpu_lane import CopyLane, CpuLane
 from swiftapex.backends.threads import ThreadPlan
+from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -132,3 +134,14 @@ def test_refuses_what_the_native_kernel_does_not_take() -> None:
         lane.submit(0, kv, AttentionBatch(1, (), table, lens), odd, torch.randn(1, 4, 8))
     lane.close()
     backend.close()
+
+
+def test_an_engine_keeps_its_cpu_side_in_int8() -> None:
+    model = {"architecture": "smollm2-135m", "weights": "dummy", "num_layers": 2}
+    sides = {"gpu": {"kv_tokens": 256}, "cpu": {"kv_tokens": 2048, "kv_dtype": "int8"}}
+    prompts = [list(range(1, n)) for n in (5, 40, 70)]
+    with LLM(model, dtype="float32", policy="fastdecode", **sides) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+        assert [len(output.token_ids) for output in outputs] == [12, 12, 12]
+    with pytest.raises(ConfigError, match="int8"):
+        LLM(model, dtype="float32", policy="fastdecode", device="reference", **sides)
