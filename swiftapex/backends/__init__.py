@@ -50,6 +50,8 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     of them (rounded down, one at least; or `cpu.threads`), and the GPU side the others.
     """
     if engine.device == "reference":
+        if with_cpu_side and engine.cpu.kv_dtype == "int8":
+            raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
         from swiftapex.backends.reference import ReferenceBackend, ReferenceCopies, ReferenceLane
 
         reference = ReferenceBackend()

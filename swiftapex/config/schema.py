@@ -77,11 +77,12 @@ class GpuConfig(KvSection):
 class CpuConfig(KvSection):
     """The CPU side: KV in host memory and the threads that attend over it.
 
-    `kv_dtype` auto: as on the GPU. `threads` auto: from affinity and the cgroup's quota.
+    `kv_dtype` auto: as on the GPU; int8: with a float32 scale per token and head, about half the
+    bytes of 16 bits, not exact. `threads` auto: from affinity and the cgroup's quota.
     """
 
     threads: PositiveInt | Auto = "auto"
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     numa: Literal["auto", "none"] = "auto"
     hugepages: bool = True
     mlock: bool = False
