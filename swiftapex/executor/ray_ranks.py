@@ -108,7 +108,7 @@ class RayRanks:
         everyone = range(self.size)
         self.send(everyone, name, *args)
         answers = self._answers(everyone, until_first_failure=False)
-        for rank, answer in answers.items():
+        for rank, answer in sorted(answers.items()):
             if isinstance(answer, Failure):
                 raise _as_error(rank, answer)
         return [answers[rank] for rank in everyone]
