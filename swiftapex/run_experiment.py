@@ -20,6 +20,7 @@ from swiftapex.config.load import Experiment, RunPlan, load_experiment
 from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError
 from swiftapex.core.plugins import load_class
 from swiftapex.core.trace import TraceRecorder
+from swiftapex.model.shard import check_divides
 from swiftapex.model.source import open_model
 from swiftapex.pipelines import PIPELINES
 from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
@@ -88,6 +89,12 @@ def check_runs(experiment: Experiment) -> None:
         if plan.model not in checked:
             _check(partial(open_model, plan.model), f"{experiment.path}: model")
             checked.append(plan.model)
+        if plan.engine.tensor_parallel_size > 1:
+            _check(partial(_check_ranks, plan), where)
+
+
+def _check_ranks(plan: RunPlan) -> None:
+    check_divides(open_model(plan.model).shape, plan.engine.tensor_parallel_size)
 
 
 def _check_strategy(plan: RunPlan, where: str) -> None:

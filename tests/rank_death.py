@@ -28,14 +28,7 @@ def die_in(worker: Worker, moment: str, victim: int, sign: int = signal.SIGKILL)
     if torch.distributed.get_rank() != victim:
         return
     if moment == "swap":
-        start_moves = worker._store.start_moves
-
-        def dying_moves(*args: Any) -> Any:
-            tickets = start_moves(*args)
-            os.kill(os.getpid(), sign)
-            return tickets
-
-        worker._store.start_moves = dying_moves  # type: ignore[method-assign]
+        worker._copies = DyingCopies(worker._copies, sign)
         return
     execute, post_attn, prefills = worker.execute, worker._stages.post_attn, False
 
@@ -51,6 +44,22 @@ def die_in(worker: Worker, moment: str, victim: int, sign: int = signal.SIGKILL)
 
     worker.execute = noting  # type: ignore[method-assign]
     worker._stages.post_attn = dying  # type: ignore[method-assign]
+
+
+class DyingCopies:
+    """Its process gets `sign` after some copies of a move or of a staged prefill."""
+
+    def __init__(self, copies: Any, sign: int) -> None:
+        self._copies = copies
+        self._sign = sign
+        self._submitted = 0
+
+    def submit(self, *args: Any) -> Any:
+        ticket = self._copies.submit(*args)
+        self._submitted += 1
+        if self._submitted == 3:
+            os.kill(os.getpid(), self._sign)
+        return ticket
 
 
 def lose_a_rank(

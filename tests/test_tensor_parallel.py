@@ -38,10 +38,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RayRanks]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_late_lanes(ranks: RayRanks, name: str) -> None:
-    tally = Tally()
-    for seed, model in enumerate(m for m in TP_MODELS[ranks.size] if m != "smollm2"):
+    """The models of a size take turns: a start of the workers costs more than a schedule."""
+    models, tally = [m for m in TP_MODELS[ranks.size] if m != "smollm2"], Tally()
+    first = list(STRATEGIES).index(name)
+    for seed in range(first, first + (2 if ranks.size == 2 else 1)):
+        model = models[seed % len(models)]
         run_schedule(model, *strategy(name, seed), seed, tally, ranks=ranks)
-    assert tally.tokens > 30 and tally.cpu_tokens > 0
+    assert tally.tokens > 20 and tally.cpu_tokens > 0
     assert not tally.forgiven
 
 

@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from swiftapex.core.errors import EngineError
 
+# The name since torch 2.13; the old one warns.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _LOOPBACK = "127.0.0.1"  # all ranks are on one machine
 
 
@@ -62,7 +64,7 @@ class TorchGroup:
         n, part = x.shape
         gathered = torch.empty((self._size, n, part), dtype=x.dtype, device=x.device)
         with _peers_needed():
-            dist.all_gather_into_tensor(gathered.view(-1, part), x.contiguous())
+            _gather_into(gathered.view(-1, part), x.contiguous())
         return gathered.transpose(0, 1).reshape(n, self._size * part)
 
     def close(self) -> None:
