@@ -1,4 +1,4 @@
-"""The ranks as Ray actors on this machine. The only file that knows Ray.
+"""The ranks as Ray actors on this machine. Nothing else in the engine knows Ray.
 
 Ray places the processes, gives each its GPU, and says why one could not start or has died. What
 the driver asks of them goes through Unix sockets beside Ray: a plan reaches all ranks within some
