@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
     pytest.skip("ranks on GPUs need an NVIDIA GPU", allow_module_level=True)
 pytest.importorskip("ray")
 
-from swiftapex.executor.ray_ranks import RayRanks  # noqa: E402
-from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy  # noqa: E402
+from swiftapex.executor.ray_ranks import RayRanks
+from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
