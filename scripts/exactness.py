@@ -3,6 +3,7 @@
     python scripts/exactness.py                       # the whole matrix: under an hour on two cores
     python scripts/exactness.py --schedules 20 --models gqa-3 --strategies apex random
     python scripts/exactness.py --native              # real lanes, timing left to the machine
+    python scripts/exactness.py --tp 4 --schedules 100   # ranks, each late in its own way
     python scripts/exactness.py --pipeline my_lab.my_file:Mine --shape cohorts
 
 A schedule is a random workload (arrivals, lengths, aborts) on random pool sizes, with CPU attention
@@ -29,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 Cell = tuple[str, str, str, dict[str, Any], range, bool, str, str]
 
 
-def run_cell(cell: Cell) -> dict[str, Any]:
-    """All schedules of one model under one strategy."""
+def run_cell(cell: Cell, ranks: Any = None) -> dict[str, Any]:
+    """All schedules of one model under one strategy. ranks: the RayRanks that run them, if any."""
     import torch
 
     from tests.hybrid import Tally, run_schedule
@@ -41,7 +42,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     for seed in seeds:
         seeded = args | ({"seed": seed} if name == "random" else {})
         try:
-            run_schedule(model, policy, seeded, seed, tally, late, device, dtype)
+            run_schedule(model, policy, seeded, seed, tally, late, device, dtype, ranks)
         except Exception as error:
             failures.append(f"{error}: {error.__cause__}")
     seconds = round(time.perf_counter() - start, 1)
@@ -65,21 +66,30 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     return found
 
 
-def results(all_cells: list[Cell], jobs: int) -> Iterator[dict[str, Any]]:
-    """In this process with one job, else in processes of their own."""
-    if jobs == 1:
+def results(all_cells: list[Cell], jobs: int, tp: int, device: str) -> Iterator[dict[str, Any]]:
+    """In this process with one job or with ranks, else in processes of their own."""
+    if tp > 1:
+        from swiftapex.executor.ray_ranks import RayRanks
+
+        ranks = RayRanks(tp, device)
+        try:
+            for cell in all_cells:
+                yield run_cell(cell, ranks)
+        finally:
+            ranks.close()
+    elif jobs == 1:
         yield from map(run_cell, all_cells)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap(run_cell, all_cells)
+    else:
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            yield from pool.imap(run_cell, all_cells)
 
 
 def main() -> int:
     import swiftapex
-    from tests.hybrid import DTYPES, MODELS, STRATEGIES
+    from tests.hybrid import DTYPES, MODELS, MORE_HEADS, STRATEGIES, TP_MODELS
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *MORE_HEADS])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES)
     parser.add_argument("--schedules", type=int, help="per cell; default 200, 20 for smollm2")
     parser.add_argument("--first-seed", type=int, default=0)
@@ -88,10 +98,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--pipeline", help="a pipeline of your own, as package.module:Class")
     parser.add_argument("--shape", default="one", choices=["one", "two", "halves", "cohorts"])
+    parser.add_argument("--tp", type=int, default=1, choices=[1, *TP_MODELS], help="Ray actors")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
+    args.models = args.models or list(MODELS if args.tp == 1 else TP_MODELS[args.tp])
     failed = tokens = forgiven = 0
-    for result in results(cells(args), args.jobs):
+    for result in results(cells(args), args.jobs, args.tp, args.device):
         print(json.dumps(result), flush=True)
         failed += len(result["failures"])
         tokens += result["tokens"]

@@ -55,7 +55,7 @@ class Decoder:
         rows = len(tokens)
         position, self.length = self.length, self.length + 1
         lens = torch.full((rows,), self.length, dtype=torch.int32)
-        batch = AttentionBatch(rows, (), self.table, lens)
+        batch = AttentionBatch(rows, (), self.table, lens, ())
         positions = torch.full((rows,), position)
         rope = torch.full((rows,), rope_length(position, self.length))
         rotation = self.stages.rotation(positions, rope)

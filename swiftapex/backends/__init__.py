@@ -49,6 +49,7 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     On the device `cpu` both sides share the cores: with a CPU side, its attention threads get half
     of them (rounded down, one at least; or `cpu.threads`), and the GPU side the others.
     """
+    ranks = engine.tensor_parallel_size
     if engine.device == "reference":
         if with_cpu_side and engine.cpu.kv_dtype == "int8":
             raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
@@ -63,10 +64,10 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         from swiftapex.backends.threads import cpu_threads, split_threads
 
         if not with_cpu_side:
-            return Backends(CpuBackend(cpu_threads(engine.cpu.threads)), None, None)
+            return Backends(CpuBackend(cpu_threads(engine.cpu.threads, ranks)), None, None)
         from swiftapex.backends.cpu_lane import CopyLane, CpuLane
 
-        gpu_threads, cpu_side_threads = split_threads(engine.cpu.threads)
+        gpu_threads, cpu_side_threads = split_threads(engine.cpu.threads, ranks)
         return Backends(CpuBackend(gpu_threads), CpuLane(cpu_side_threads), CopyLane())
     return _cuda_backends(engine, with_cpu_side)
 
@@ -103,7 +104,8 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     gpu = CudaBackend(engine.gpu.sm_count, engine.gpu.memory)
     lane = None
     if with_cpu_side:
-        lane = CudaCpuLane(threads_beside_launching(engine.cpu.threads), gpu.device)
+        threads = threads_beside_launching(engine.cpu.threads, engine.tensor_parallel_size)
+        lane = CudaCpuLane(threads, gpu.device)
     return Backends(
         gpu=gpu,
         cpu_attention=lane,

@@ -67,7 +67,8 @@ class KvSection(Section):
 
 
 class GpuConfig(KvSection):
-    """The GPU side. `sm_count` and `memory` (bytes) cap a larger GPU to emulate a smaller one."""
+    """The GPU side: each GPU's. `sm_count` and `memory` (bytes) cap a larger GPU to emulate a
+    smaller one."""
 
     preset: Literal["none"] = "none"
     sm_count: PositiveInt | None = None
@@ -75,7 +76,8 @@ class GpuConfig(KvSection):
 
 
 class CpuConfig(KvSection):
-    """The CPU side: KV in host memory and the threads that attend over it.
+    """The CPU side: KV in host memory and the threads that attend over it, the host's as a whole:
+    the ranks of tensor parallelism share them.
 
     `kv_dtype` auto: as on the GPU; int8: with a float32 scale per token and head, about half the
     bytes of 16 bits, not exact. `threads` auto: from affinity and the cgroup's quota.
@@ -91,6 +93,7 @@ class CpuConfig(KvSection):
 class EngineConfig(Section):
     """`max_batch_size`: rows in one linear batch; requests in flight are bounded by KV alone.
     `max_tokens_in_batch`: tokens in it, prefill chunks included. `max_model_len` auto: the model's.
+    `tensor_parallel_size`: ranks that share every layer, each a process with a GPU of its own.
     """
 
     device: Literal["cpu", "cuda", "reference"] = "cpu"

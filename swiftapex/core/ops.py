@@ -74,6 +74,17 @@ class Ops(Protocol):
         invalid [n] bool: that element is NaN, as it is if any is, or infinite; the index is 0."""
 
 
+class Group(Protocol):
+    """The ranks of tensor parallelism, which call these in the same order. In stream order on a
+    device that works beside the host."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, the same bits on every rank; written over x."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x [n, part] of each rank -> [n, ranks * part], side by side in the order of ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Fixed facts of a rank's attention: heads are those of this rank."""

@@ -26,7 +26,7 @@ from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.admission import check_prompt, fit_sampling
 from swiftapex.engine.costs import default_cost_model
 from swiftapex.engine.text import TextStream
-from swiftapex.executor.in_process import InProcessExecutor
+from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.kv.sizing import kv_sizes
 from swiftapex.model.source import open_model
@@ -79,6 +79,7 @@ class Engine:
         seed: int = 0,
         trace: TraceRecorder | None = None,
         keep_iterations: bool = True,
+        make_executor: ExecutorFactory = make_executor,
     ) -> None:
         _check_supported(engine)
         self._policy = make_policy(policy, policy_args)
@@ -94,7 +95,7 @@ class Engine:
         self._lock = threading.RLock()
         uses_cpu = self._policy.uses_cpu
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
-        self._executor = InProcessExecutor(source, engine, sizes, self.max_model_len, trace)
+        self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
         self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
@@ -465,7 +466,7 @@ def _max_model_len(engine: EngineConfig, model_length: int) -> int:
 def _check_supported(engine: EngineConfig) -> None:
     """ConfigError for settings that this engine would not heed: a result must not claim them."""
     defaults = EngineConfig()
-    unheeded = ["tensor_parallel_size", "gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
+    unheeded = ["gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
     if engine.device != "cuda":
         unheeded += ["gpu.sm_count", "gpu.memory"]
     for key in unheeded:

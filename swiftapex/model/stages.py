@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swiftapex.core.ops import Ops
+from swiftapex.core.ops import Group, Ops
 from swiftapex.model.config import ModelConfig
 from swiftapex.model.rope import Rope
 from swiftapex.model.weights import ModelWeights
@@ -14,15 +14,24 @@ class Stages:
     """A model as stages around attention. n: tokens of the batch, in any order and of any requests.
 
     x [n, hidden] is the residual stream in the weights' dtype.
+
+    With a `group`, `config` and `weights` are those of this rank (model/shard.py): heads are its
+    own, x and logits are whole and the same on all ranks.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, rotates: bool = True
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        group: Group | None = None,
+        rotates: bool = True,
     ) -> None:
         self.config = config
         self.rotates = rotates  # False: the attention backend does, as it appends K and V
         self.weights = weights
         self.ops = ops
+        self.group = group
         self.rope = Rope(config.rope, config.head_dim, weights.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -56,11 +65,19 @@ class Stages:
     def post_attn(self, layer: int, o: Tensor, x: Tensor) -> Tensor:
         """Output projection, residual, norm, FFN, residual.
         o [n, q_heads * head_dim], x [n, hidden] -> x [n, hidden]."""
-        w, eps = self.weights.layers[layer], self.config.norm_eps
-        ffn = (w.ffn_norm, eps, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
-        return self.ops.proj_ffn(o, w.o, w.o_bias, x, *ffn)
+        w, eps, ops = self.weights.layers[layer], self.config.norm_eps, self.ops
+        if self.group is None:
+            ffn = (w.ffn_norm, eps, w.gate_up, w.gate_up_bias, w.down, w.down_bias)
+            return ops.proj_ffn(o, w.o, w.o_bias, x, *ffn)
+        # The residual is added to the whole sum: what is small is summed before it is rounded.
+        h = self.group.all_reduce(ops.linear(o, w.o, w.o_bias)).add_(x)
+        inner = ops.silu_mul(ops.norm_linear(h, w.ffn_norm, eps, w.gate_up, w.gate_up_bias))
+        return self.group.all_reduce(ops.linear(inner, w.down, w.down_bias)).add_(h)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [n, hidden] (only the rows that sample) -> [n, vocab] in the model's dtype."""
         w = self.weights
-        return self.ops.norm_linear(x, w.norm, self.config.norm_eps, w.head)
+        logits = self.ops.norm_linear(x, w.norm, self.config.norm_eps, w.head)
+        if self.group is None:
+            return logits
+        return self.group.all_gather(logits)[:, : self.config.vocab_size]  # without the padding
