@@ -32,7 +32,8 @@ def test_split_fills_the_sub_batch_with_more_room_and_stops_at_both_constraints(
     # 7: -10 / 10 -> second (10); nothing more of 30 fits.
     split = choose_split(COST, main, [30] * 9, ROOM)
     assert split.picks == ((1, 2, 3, 5), (0, 4, 6))
-    assert split.loads[0] == Load(8, 400, 120) and split.loads[1] == Load(3, 0, 90)
+    assert split.loads[0] == Load(8, 400, 120, cpu_requests=4)
+    assert split.loads[1] == Load(3, 0, 90, cpu_requests=3)
 
 
 def test_split_skips_what_is_longer_than_what_did_not_fit_and_takes_shorter_ones() -> None:
@@ -67,7 +68,7 @@ def test_parked_decodes_count_as_parts_of_tokens_on_both_sides_of_the_choice() -
     first = harness.state.new_batch()
     first.add(Row(requests[0].request_id, GPU, 9, None, True))
     main = Load.of(first.rows)
-    split = Split(((), (0,)), (main, Load(1, 0, 50)))
+    split = Split(((), (0,)), (main, Load(1, 0, 50, cpu_requests=1)))
     assert split_wins(harness.state, COST, first, split)
     for request in requests[1:]:
         request.in_flight = True

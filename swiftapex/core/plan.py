@@ -7,7 +7,7 @@ sampling parameters, the last sampled token); a plan only carries what is new.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from swiftapex.core.request import Placement, SamplingParams
@@ -74,6 +74,15 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Inequality:
+    """What decided between two strategies: the first wins iff `left` > `right`."""
+
+    words: str  # what the two sides are
+    left: float
+    right: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One iteration. Applied in the order: released, admitted, new_blocks, then moves beside the
     pipeline.
@@ -91,6 +100,8 @@ class StepPlan:
     released: tuple[int, ...] = ()  # finished, aborted or preempted since the last plan
     dropped: tuple[int, ...] = ()  # aborted in flight: leave their cohort when it rejoins
     predicted_us: float | None = None  # what the policy expects the iteration to take
+    candidates_us: Mapping[str, float] = field(default_factory=dict)  # and of others it weighed
+    inequality: Inequality | None = None  # what it weighed them by
 
     @property
     def is_empty(self) -> bool:

@@ -59,7 +59,7 @@ def choose_split(
         for half in (1, 0):
             if len(picks[half]) < rooms[half]:
                 after = loads.copy()
-                after[half] = loads[half].with_cpu_decode(tokens)
+                after[half] = loads[half].with_cpu_decodes(tokens)
                 options.append((spare_us(cost, *after)[half], half, after))
         if not options:
             break
