@@ -10,7 +10,7 @@ from harness import CPU, GPU, STAGING, ConstantCostModel, Harness
 
 import swiftapex
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plan import Row
+from swiftapex.core.plan import Row, StepPlan
 from swiftapex.core.request import Request
 from swiftapex.cost_model import Load, overlap_us
 from swiftapex.policies import POLICIES, make_policy
@@ -70,8 +70,8 @@ def test_parked_decodes_count_as_parts_of_tokens_on_both_sides_of_the_choice() -
     main = Load.of(first.rows)
     split = Split(((), (0,)), (main, Load(1, 0, 50, cpu_requests=1)))
     assert split_wins(harness.state, COST, first, split)
-    for request in requests[1:]:
-        request.in_flight = True
+    parked = frozenset(request.request_id for request in requests[1:])
+    harness.state.settle(StepPlan("async_overlap", ()), parked)
     assert harness.state.num_in_flight == 10
     assert not split_wins(harness.state, COST, first, split)
 

@@ -7,7 +7,7 @@ import enum
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import Placement
-from swiftapex.cost_model import CostModel, Load, asymmetric_us, gpu_only_us
+from swiftapex.cost_model import CostModel, asymmetric_us, gpu_only_us
 from swiftapex.policies.base import Policy
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
@@ -79,7 +79,7 @@ class Apex(Policy):
         strategy = select_strategy(
             num_gpu=num_gpu,
             num_cpu=num_cpu,
-            gpu_rows=len(first.rows),
+            gpu_rows=first.num_rows,
             overdue=overdue,
             min_ratio=self.min_cpu_gpu_ratio,
             scheduled=split.count,
@@ -88,9 +88,9 @@ class Apex(Policy):
         if strategy is Strategy.OVERLAP:
             return overlap_plan(state, cost_model, first, rows)
         if strategy is Strategy.GPU_ONLY:
-            alone = gpu_only_us(cost_model, Load.of(first.rows))
+            alone = gpu_only_us(cost_model, first.load)
             return state.step_plan(strategy.value, [first], predicted_us=alone)
         split = trim_swap_out(state, cost_model, first, split)
         add_split(state, (first, second), waiting, split)
-        predicted = asymmetric_us(cost_model, Load.of(first.rows), Load.of(second.rows))
+        predicted = asymmetric_us(cost_model, first.load, second.load)
         return state.step_plan(strategy.value, [first, second], predicted_us=predicted)

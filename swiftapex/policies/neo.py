@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swiftapex.core.plan import StepPlan
-from swiftapex.cost_model import CostModel, Load, asymmetric_us, gpu_only_us
+from swiftapex.cost_model import CostModel, asymmetric_us, gpu_only_us
 from swiftapex.policies.base import Policy
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
 from swiftapex.scheduler.cpu_tier import cpu_decodes
@@ -34,8 +34,8 @@ class Neo(Policy):
         split = trim_swap_out(state, cost_model, first, split)
         # 6. Two batches, or the GPU's alone.
         if not overdue and not split_wins(state, cost_model, first, split):
-            alone = gpu_only_us(cost_model, Load.of(first.rows))
+            alone = gpu_only_us(cost_model, first.load)
             return state.step_plan("sequential", [first], predicted_us=alone)
         add_split(state, (first, second), waiting, split)
-        predicted = asymmetric_us(cost_model, Load.of(first.rows), Load.of(second.rows))
+        predicted = asymmetric_us(cost_model, first.load, second.load)
         return state.step_plan("asymmetric", [first, second], predicted_us=predicted)

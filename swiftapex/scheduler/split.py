@@ -10,16 +10,18 @@ from swiftapex.cost_model import (
     CostModel,
     Load,
     asymmetric_us,
+    cpu_side_attention_us,
+    gpu_halves_us,
     gpu_only_us,
-    gpu_side_attention_us,
     overlap_tokens,
-    spare_us,
 )
 from swiftapex.scheduler.cpu_tier import take_cpu_decode
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.equations import asymmetric_wins
 from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
+
+_TRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +51,95 @@ def choose_split(
     longer. The first `forced` are taken even if they are not hidden. Without rows in `main`
     there is nothing to hide behind, and all are taken in two halves.
     """
-    loads, picks = [main, Load()], ([], [])  # type: tuple[list[Load], tuple[list[int], list[int]]]
-    left_out = float("inf")  # tokens of the shortest one that did not fit
-    for index, tokens in enumerate(contexts):
-        must = index < forced or main.rows == 0
-        if not must and tokens >= left_out:
-            continue
+    halves = _Halves(cost, main, contexts, rooms)
+    if main.rows == 0:
+        halves.share_out()
+        return halves.split()
+    for index in range(min(forced, len(contexts))):
+        halves.take([index], must=True)
+    # Many candidates are tried several at a time: then the choice is as fine as a 64th of them.
+    most = max(1, (len(contexts) - forced) // _TRIES)
+    index, at_once, left_out = forced, most, float("inf")  # left_out: tokens of what did not fit
+    while index < len(contexts) and not halves.are_full:
+        group = []
+        end = index
+        while end < len(contexts) and len(group) < at_once:
+            if contexts[end] < left_out:
+                group.append(end)
+            end += 1
+        if not group:
+            break
+        if halves.take(group):
+            index, at_once = end, min(most, 2 * at_once)
+        elif at_once > 1:
+            at_once //= 2
+        else:
+            index, left_out = end, contexts[group[0]]
+    return halves.split()
+
+
+class _Halves:
+    """Two sub-batches that take in CPU decodes, and what the GPU does beside their attention."""
+
+    def __init__(
+        self, cost: CostModel, main: Load, contexts: Sequence[int], rooms: tuple[int, int]
+    ) -> None:
+        self._cost = cost
+        self._contexts = contexts
+        self._rooms = list(rooms)
+        self._picks: tuple[list[int], list[int]] = ([], [])
+        self._loads = [main, Load()]
+        self._beside = self._gpu_beside()
+
+    @property
+    def are_full(self) -> bool:
+        return max(self._rooms) <= 0
+
+    def take(self, group: Sequence[int], must: bool = False) -> bool:
+        """Puts a group of candidates where more time is left, if there is any or they `must`."""
+        tokens, count = sum(self._contexts[i] for i in group), len(group)
         options = []
         for half in (1, 0):
-            if len(picks[half]) < rooms[half]:
-                after = loads.copy()
-                after[half] = loads[half].with_cpu_decodes(tokens)
-                options.append((spare_us(cost, *after)[half], half, after))
+            if count <= self._rooms[half]:
+                load = self._loads[half]
+                attention = self._cost.cpu_attention_us(
+                    load.cpu_tokens + tokens, load.cpu_requests + count
+                )
+                options.append((self._beside[half] - attention, half))
         if not options:
-            break
-        if main.rows == 0:
-            spare, half, after = min(options, key=lambda o: loads[o[1]].cpu_tokens)
-        else:
-            spare, half, after = max(options, key=lambda o: o[0])
+            return False
+        spare, half = max(options, key=lambda option: option[0])
         if spare < 0 and not must:
-            left_out = tokens
-            continue
-        loads = after
-        picks[half].append(index)
-    return Split((tuple(picks[0]), tuple(picks[1])), (loads[0], loads[1]))
+            return False
+        self._picks[half].extend(group)
+        self._rooms[half] -= count
+        self._loads[half] = self._loads[half].with_cpu_decodes(tokens, count)
+        self._beside = self._gpu_beside()
+        return True
+
+    def share_out(self) -> None:
+        """All candidates that there is room for, each to the half that reads fewer tokens."""
+        tokens = [0, 0]
+        for index, context in enumerate(self._contexts):
+            open_halves = [half for half in (1, 0) if self._rooms[half] > 0]
+            if not open_halves:
+                break
+            half = min(open_halves, key=tokens.__getitem__)
+            self._picks[half].append(index)
+            self._rooms[half] -= 1
+            tokens[half] += context
+        for half in (0, 1):
+            count = len(self._picks[half])
+            self._loads[half] = self._loads[half].with_cpu_decodes(tokens[half], count)
+
+    def split(self) -> Split:
+        first, second = self._picks
+        return Split((tuple(first), tuple(second)), (self._loads[0], self._loads[1]))
+
+    def _gpu_beside(self) -> tuple[float, float]:
+        """µs of a layer beside which the CPU attends for the first and for the second half."""
+        beside_first, beside_second = gpu_halves_us(self._cost, *self._loads)
+        return beside_second, beside_first
 
 
 def split_for(
@@ -84,13 +151,8 @@ def split_for(
     forced: int,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
-    contexts = [request.num_tokens for request in requests]
-    return choose_split(cost, Load.of(first.rows), contexts, (_rows(first), _rows(second)), forced)
-
-
-def _rows(batch: BatchDraft) -> int:
-    """Decodes that the batch still has room for."""
-    return min(batch.limits.max_batch_size - len(batch.rows), batch.room)
+    contexts = [request.num_computed + 1 for request in requests]  # = num_tokens: they decode
+    return choose_split(cost, first.load, contexts, (first.row_room, second.row_room), forced)
 
 
 def add_split(
@@ -100,6 +162,10 @@ def add_split(
     split: Split,
 ) -> None:
     """Puts the chosen CPU decodes into the drafts, in the order of `requests`."""
+    if state.blocks.num_free(Placement.CPU) >= split.count:  # nobody has to yield
+        for draft, picks in zip(drafts, split.picks, strict=True):
+            state.add_decodes(draft, [requests[index] for index in picks])
+        return
     half_of = {index: half for half in (0, 1) for index in split.picks[half]}
     for index in sorted(half_of):
         take_cpu_decode(state, drafts[half_of[index]], requests[index])
@@ -112,17 +178,24 @@ def split_wins(state: SchedulerState, cost: CostModel, first: BatchDraft, split:
     A chunk counts as its share of the request's tokens. What is parked already rides along with
     either, at 1 / (L + 1) of a token per pass.
     """
-    running = {r.request_id: r for r in state.queue.running}
-    chunks = sum(row.num_tokens / running[row.request_id].num_tokens for row in first.chunks)
-    alone = len(first.gpu_decodes) + chunks
+    alone = gpu_progress(state, first)
     if split.count == 0:
         return False
     if alone == 0:
         return True
     parked = overlap_tokens(cost, state.num_in_flight)
-    main = Load.of(first.rows)
-    two, one = asymmetric_us(cost, *split.loads), gpu_only_us(cost, main)
+    two, one = asymmetric_us(cost, *split.loads), gpu_only_us(cost, first.load)
     return asymmetric_wins(alone + parked, split.count, two, one)
+
+
+def gpu_progress(state: SchedulerState, first: BatchDraft) -> float:
+    """Requests that an iteration of these GPU decodes and chunks serves."""
+    share = 0.0
+    for row in first.chunks:
+        request = state.queue.running_request(row.request_id)
+        assert request is not None
+        share += row.num_tokens / request.num_tokens
+    return len(first.gpu_decodes) + share
 
 
 def trim_swap_out(state: SchedulerState, cost: CostModel, first: BatchDraft, split: Split) -> Split:
@@ -133,24 +206,22 @@ def trim_swap_out(state: SchedulerState, cost: CostModel, first: BatchDraft, spl
     long as the constraints hold, so that the CPU tier grows only while it is too full).
     Unchanged where that would uncover attention beside the second sub-batch.
     """
-    rows = [row for row in first.chunks if row.placement is Placement.STAGING]
+    rows = first.staged_chunks
     staged = sum(row.num_tokens for row in rows)
     if not staged or not split.count:
         return split
     large, small = split.loads
     own = large.rows - staged
-    to_hide = cost.cpu_attention_us(small.cpu_tokens)
+    to_hide = cpu_side_attention_us(cost, small)
     longest = max(to_hide, 2 * cost.linear_us(max(own, 1)))
     keep = most_that(lambda tokens: cost.linear_us(own + tokens) <= longest, staged)
     if keep < staged and cost.linear_us(own + keep) < to_hide:
         keep += 1
     others = sum(row.num_tokens for row in first.chunks) - staged
     trimmed = first_chunks(large, others + keep)
-    beside_second = cost.linear_us(small.rows) + gpu_side_attention_us(cost, trimmed)
-    if keep == staged or beside_second < cost.cpu_attention_us(large.cpu_tokens):
+    _, beside_second = gpu_halves_us(cost, trimmed, small)
+    if keep == staged or beside_second < cpu_side_attention_us(cost, large):
         return split
-    cut_chunks(state, first, rows, keep)
-    kept = Load.of(first.rows)
-    cpu = large.rows - staged - others - len(first.gpu_decodes)
-    merged = Load(kept.rows + cpu, kept.gpu_tokens, large.cpu_tokens, kept.chunks)
+    cut_chunks(state, first, list(rows), keep)
+    merged = first.load.with_cpu_decodes(large.cpu_tokens, large.cpu_requests)
     return Split(split.picks, (merged, small))
