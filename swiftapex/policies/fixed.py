@@ -79,7 +79,7 @@ class Fixed(Policy):
             take_cpu_decode(state, batch, request)
         add_gpu_decodes(state, batch, demote=True)
         promote(state, batch)
-        for request in cpu_decodes(state):
+        for request in list(cpu_decodes(state)):
             take_cpu_decode(state, batch, request)
         add_prefill(state, batch, gpu_first(state, never_full))
         load = batch.load

@@ -83,13 +83,12 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
     on_gpu = state.running_on(Placement.GPU)
     if state.blocks.num_free(Placement.GPU) <= on_gpu:
         return
-    idle = state.cpu_decodes()
-    oldest = min(idle, key=lambda r: r.request_id, default=None)
+    oldest = state.oldest_cpu_decode
     if oldest is None or (
         state.fits_alone(oldest, Placement.GPU) and not _fits_beside(state, oldest, on_gpu + 1)
     ):
         return
-    for request in sorted(idle, key=lambda r: r.request_id):
+    for request in state.decoding(Placement.CPU):
         if not state.fits_alone(request, Placement.GPU):
             continue
         on_gpu += 1

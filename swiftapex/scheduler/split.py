@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -13,15 +14,18 @@ from swiftapex.cost_model import (
     cpu_side_attention_us,
     gpu_halves_us,
     gpu_only_us,
+    gpu_side_attention_us,
     overlap_tokens,
 )
 from swiftapex.scheduler.cpu_tier import take_cpu_decode
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.equations import asymmetric_wins
+from swiftapex.scheduler.index import Lazily
 from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
 
-_TRIES = 64
+_LOOK_ON = 32  # candidates that are looked at after the last one that fitted
+_TOGETHER = 32  # of so many that were taken, a group of one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Split:
 def choose_split(
     cost: CostModel,
     main: Load,
-    contexts: Sequence[int],
+    contexts: Iterable[int],
     rooms: tuple[int, int],
     forced: int = 0,
 ) -> Split:
@@ -48,98 +52,104 @@ def choose_split(
 
     Each goes where the CPU has more time left (`spare_us`), and only if that stays >= 0: then its
     attention is hidden behind the GPU's work. One that does not fit is left out, with all that are
-    longer. The first `forced` are taken even if they are not hidden. Without rows in `main`
-    there is nothing to hide behind, and all are taken in two halves.
+    longer; the search ends where 32 in a row were. With n taken, n / 32 more are tried together,
+    which saves time and is as fine. The first `forced` are taken even if they are not hidden.
+    Without rows in `main` there is nothing to hide behind, and all are taken in two halves.
     """
-    halves = _Halves(cost, main, contexts, rooms)
+    halves = _Halves(cost, main, rooms)
+    candidates = enumerate(contexts)
     if main.rows == 0:
-        halves.share_out()
+        halves.share_out(candidates)
         return halves.split()
-    for index in range(min(forced, len(contexts))):
-        halves.take([index], must=True)
-    # Many candidates are tried several at a time: then the choice is as fine as a 64th of them.
-    most = max(1, (len(contexts) - forced) // _TRIES)
-    index, at_once, left_out = forced, most, float("inf")  # left_out: tokens of what did not fit
-    while index < len(contexts) and not halves.are_full:
-        group = []
-        end = index
-        while end < len(contexts) and len(group) < at_once:
-            if contexts[end] < left_out:
-                group.append(end)
-            end += 1
-        if not group:
+    for one in islice(candidates, forced):
+        halves.take([one], must=True)
+    left_out = float("inf")  # tokens of the shortest one that did not fit
+    since = 0  # candidates looked at since one was taken
+    for one in candidates:
+        group = [one, *islice(candidates, 0 if since else halves.count // _TOGETHER)]
+        if len(group) > 1 and halves.take(group):
+            continue
+        for one in group:
+            since += 1
+            if one[1] < left_out:
+                if halves.take([one]):
+                    since = 0
+                else:
+                    left_out = one[1]
+        if since >= _LOOK_ON or halves.are_full:
             break
-        if halves.take(group):
-            index, at_once = end, min(most, 2 * at_once)
-        elif at_once > 1:
-            at_once //= 2
-        else:
-            index, left_out = end, contexts[group[0]]
     return halves.split()
 
 
 class _Halves:
     """Two sub-batches that take in CPU decodes, and what the GPU does beside their attention."""
 
-    def __init__(
-        self, cost: CostModel, main: Load, contexts: Sequence[int], rooms: tuple[int, int]
-    ) -> None:
+    def __init__(self, cost: CostModel, main: Load, rooms: tuple[int, int]) -> None:
         self._cost = cost
-        self._contexts = contexts
+        self._main = main
         self._rooms = list(rooms)
         self._picks: tuple[list[int], list[int]] = ([], [])
-        self._loads = [main, Load()]
-        self._beside = self._gpu_beside()
+        self._tokens, self._counts = [main.cpu_tokens, 0], [main.cpu_requests, 0]
+        self._gpu_attention = gpu_side_attention_us(cost, main)
+        self._linear = [self._linear_us(0), self._linear_us(1)]
 
     @property
     def are_full(self) -> bool:
         return max(self._rooms) <= 0
 
-    def take(self, group: Sequence[int], must: bool = False) -> bool:
-        """Puts a group of candidates where more time is left, if there is any or they `must`."""
-        tokens, count = sum(self._contexts[i] for i in group), len(group)
-        options = []
+    @property
+    def count(self) -> int:
+        """Candidates taken so far."""
+        return len(self._picks[0]) + len(self._picks[1])
+
+    def take(self, group: Sequence[tuple[int, int]], must: bool = False) -> bool:
+        """Puts a group of candidates, (index, tokens) each, where the CPU has more time left: if it
+        has any for them, or they `must`."""
+        more, count = sum(tokens for _, tokens in group), len(group)
+        # T_l0 hides what the CPU does for the second half, T_l1 + T_ga0 what it does for the first.
+        beside = (self._linear[1] + self._gpu_attention, self._linear[0])
+        best, spare = -1, 0.0
         for half in (1, 0):
             if count <= self._rooms[half]:
-                load = self._loads[half]
                 attention = self._cost.cpu_attention_us(
-                    load.cpu_tokens + tokens, load.cpu_requests + count
+                    self._tokens[half] + more, self._counts[half] + count
                 )
-                options.append((self._beside[half] - attention, half))
-        if not options:
+                left = beside[half] - attention
+                if best < 0 or left > spare:
+                    best, spare = half, left
+        if best < 0 or (spare < 0 and not must):
             return False
-        spare, half = max(options, key=lambda option: option[0])
-        if spare < 0 and not must:
-            return False
-        self._picks[half].extend(group)
-        self._rooms[half] -= count
-        self._loads[half] = self._loads[half].with_cpu_decodes(tokens, count)
-        self._beside = self._gpu_beside()
+        self._put(best, [index for index, _ in group], more)
+        self._linear[best] = self._linear_us(best)
         return True
 
-    def share_out(self) -> None:
+    def share_out(self, candidates: Iterable[tuple[int, int]]) -> None:
         """All candidates that there is room for, each to the half that reads fewer tokens."""
-        tokens = [0, 0]
-        for index, context in enumerate(self._contexts):
+        for index, tokens in candidates:
             open_halves = [half for half in (1, 0) if self._rooms[half] > 0]
             if not open_halves:
                 break
-            half = min(open_halves, key=tokens.__getitem__)
-            self._picks[half].append(index)
-            self._rooms[half] -= 1
-            tokens[half] += context
-        for half in (0, 1):
-            count = len(self._picks[half])
-            self._loads[half] = self._loads[half].with_cpu_decodes(tokens[half], count)
+            self._put(min(open_halves, key=self._tokens.__getitem__), [index], tokens)
 
     def split(self) -> Split:
-        first, second = self._picks
-        return Split((tuple(first), tuple(second)), (self._loads[0], self._loads[1]))
+        (first, second), main = self._picks, self._main
+        added = self._tokens[0] - main.cpu_tokens
+        loads = (
+            main.with_cpu_decodes(added, len(first)),
+            Load().with_cpu_decodes(self._tokens[1], len(second)),
+        )
+        return Split((tuple(first), tuple(second)), loads)
 
-    def _gpu_beside(self) -> tuple[float, float]:
-        """µs of a layer beside which the CPU attends for the first and for the second half."""
-        beside_first, beside_second = gpu_halves_us(self._cost, *self._loads)
-        return beside_second, beside_first
+    def _put(self, half: int, indices: list[int], tokens: int) -> None:
+        self._picks[half].extend(indices)
+        self._rooms[half] -= len(indices)
+        self._tokens[half] += tokens
+        self._counts[half] += len(indices)
+
+    def _linear_us(self, half: int) -> float:
+        """T_l of a half with all that it holds now, its hand-off included."""
+        rows = len(self._picks[half]) + (self._main.rows if half == 0 else 0)
+        return self._cost.linear_us(rows) + self._cost.hand_off_us(self._counts[half])
 
 
 def split_for(
@@ -147,18 +157,18 @@ def split_for(
     cost: CostModel,
     first: BatchDraft,
     second: BatchDraft,
-    requests: Sequence[Request],
+    requests: Lazily,
     forced: int,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
-    contexts = [request.num_computed + 1 for request in requests]  # = num_tokens: they decode
+    contexts = (request.num_computed + 1 for request in requests)  # = num_tokens: they decode
     return choose_split(cost, first.load, contexts, (first.row_room, second.row_room), forced)
 
 
 def add_split(
     state: SchedulerState,
     drafts: tuple[BatchDraft, BatchDraft],
-    requests: Sequence[Request],
+    requests: Lazily,
     split: Split,
 ) -> None:
     """Puts the chosen CPU decodes into the drafts, in the order of `requests`."""

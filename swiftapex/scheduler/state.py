@@ -15,7 +15,7 @@ from swiftapex.core.request import Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.cohorts import CohortBook
 from swiftapex.scheduler.draft import BatchDraft, Limits
-from swiftapex.scheduler.index import RequestIndex
+from swiftapex.scheduler.index import Lazily, RequestIndex
 from swiftapex.scheduler.queue import RequestQueue
 
 
@@ -32,7 +32,6 @@ class SchedulerState:
         self.cohorts = CohortBook()
         self._index = RequestIndex()
         self._on_gpu = 0  # running requests whose blocks are there
-        self._cpu_tokens: int | None = None  # as `cpu_tokens` says; None: to be counted anew
         self._in_flight: frozenset[int] = frozenset()
         self._planned: set[int] = set()  # requests with a row or a move in the plan being composed
         self._staging_left = limits.staging_blocks
@@ -62,9 +61,16 @@ class SchedulerState:
             return self._unplanned(self._index.gpu_decodes)
         return sorted(self.cpu_decodes(), key=lambda r: r.request_id)
 
-    def cpu_decodes(self) -> list[Request]:
-        """As `decoding` on the CPU, but least recently served first, older ones before younger."""
-        return self._unplanned(self._index.cpu_decodes)
+    def cpu_decodes(self) -> Lazily:
+        """As `decoding` on the CPU, but least recently served first, older ones before younger. To
+        be read before a request moves, starts or yields."""
+        planned = self._planned
+        return Lazily(r for r in self._index.cpu_decodes if r.request_id not in planned)
+
+    @property
+    def oldest_cpu_decode(self) -> Request | None:
+        """The oldest one that is not in flight; it may have a row in this plan."""
+        return self._index.oldest_cpu_decode
 
     @property
     def idle_on_cpu(self) -> Iterable[Request]:
@@ -85,20 +91,18 @@ class SchedulerState:
         return on_gpu if side is Placement.GPU else on_cpu + in_flight
 
     @property
+    def num_idle(self) -> int:
+        """CPU decodes at a token boundary; they may have a row in this plan."""
+        return self._index.counts()[1]
+
+    @property
     def num_in_flight(self) -> int:
         return self._index.counts()[2]
 
     @property
     def cpu_tokens(self) -> int:
-        """Tokens of KV that one visit of all CPU requests reads, prompts on their way included."""
-        if self._cpu_tokens is None:
-            index = self._index
-            total = sum(r.num_computed + 1 for r in index.cpu_decodes)
-            total += sum(r.num_computed + 1 for r in index.in_flight)
-            prefills = index.prefills
-            total += sum(r.num_tokens for r in prefills if r.placement is not Placement.GPU)
-            self._cpu_tokens = total
-        return self._cpu_tokens
+        """Tokens of KV that one visit of all CPU requests reads."""
+        return self._index.cpu_tokens
 
     @property
     def anything_in_flight(self) -> bool:
@@ -321,7 +325,6 @@ class SchedulerState:
                 request.last_served = self.iteration - 1  # until then it was under way
                 self._index.touch(request)
         self._in_flight = in_flight
-        self._cpu_tokens = None
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)
             self._release(request_id)
@@ -335,6 +338,8 @@ class SchedulerState:
         running = self.queue.running
         assert self._on_gpu == sum(r.placement is Placement.GPU for r in running)
         assert self.num_in_flight == sum(r.in_flight for r in running)
+        on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
+        assert self.cpu_tokens == sum(on_cpu)
 
     def _unplanned(self, requests: Iterable[Request]) -> list[Request]:
         planned = self._planned
@@ -350,13 +355,11 @@ class SchedulerState:
 
     def _changed(self, request: Request) -> None:
         self._index.touch(request)
-        self._cpu_tokens = None
 
     def _left(self, request: Request) -> None:
         """A running request is about to run no longer."""
         self._on_gpu -= request.placement is Placement.GPU
         self._index.discard(request)
-        self._cpu_tokens = None
 
     def _serve(self, request: Request) -> None:
         self._planned.add(request.request_id)
