@@ -116,6 +116,7 @@ def small_engine(
         max_model_len=MAX_LEN,
         max_batch_size=pools.rows,
         max_tokens_in_batch=max(pools.chunk, pools.rows),
+        profile="off",
     )
     section = ModelSection(path=str(model_path(model)), dtype="float32")
     engine = Engine(section, config, policy=policy, policy_args=args)
@@ -227,6 +228,8 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "neo": ("neo", {}),
     "apex": ("apex", {"min_cpu_gpu_ratio": 1}),
     "fastdecode": ("fastdecode", {}),
+    "model_based": ("model_based", {"margin": 0.0}),
+    "rho": ("rho", {"threshold": 0.0}),
     "random": ("tests.random_policy:RandomPolicy", {}),
 }
 

@@ -2,7 +2,7 @@
 
 Every figure comes from whole iterations of real pipelines, by difference:
 
-    iteration   an iteration of decodes over one token each, less a second round of its layers
+    iteration   an iteration of decodes over one token each, less its layers: more rounds of them
     linear      the same iteration's layers: attention over one token each is counted in here
     attention   what longer contexts, chunks or CPU decodes add to an iteration of as many rows
     hand-off    what an asymmetric iteration takes beyond its two sub-batches' linear stages
@@ -20,7 +20,9 @@ from swiftapex.costs.tables import Curve, Grid, Line, Tables
 from swiftapex.profiler.probe import Probe, Work, decodes
 
 GPU, CPU = Placement.GPU, Placement.CPU
-_TWO_ROUNDS = "swiftapex.profiler.rounds:TwoRounds"
+_SEVERAL_ROUNDS = "swiftapex.profiler.rounds:Rounds"
+_ROUNDS = 4  # of that pipeline
+_MOST_REST = 0.8  # share of an iteration that is not its layers: more is taken for noise
 _FINE = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows: GEMM tiles make steps
 _COARSE = (384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
@@ -126,8 +128,9 @@ class _Measurement:
         for rows in self._points.sampled:
             batch = decodes(GPU, rows, rows)
             one = self._time("sequential", batch)
-            two = self._time(_TWO_ROUNDS, batch)
-            times.append(max(0.0, 2 * one - two))
+            several = self._time(_SEVERAL_ROUNDS, batch)
+            layers = (several - one) / (_ROUNDS - 1)
+            times.append(min(max(0.0, one - layers), _MOST_REST * one))
         return Line(self._points.sampled, tuple(times))
 
     def _measure_linear(self) -> Line:
@@ -148,7 +151,8 @@ class _Measurement:
             return self._above(self._time("sequential", batch, sampled=1), requests)
 
         p = self._points
-        return self._grid(p.gpu_requests, p.gpu_tokens, one, lambda n, tokens: tokens > n)
+        longest = p.max_context
+        return self._grid(p.gpu_requests, p.gpu_tokens, one, lambda n, t: n < t <= n * longest)
 
     def _measure_prefill(self) -> Grid:
         def one(chunk: int, prefix: int) -> float:
@@ -165,9 +169,11 @@ class _Measurement:
             batch = decodes(CPU, requests, tokens)
             return self._above(self._time("sequential", batch, sampled=1), requests)
 
-        least = tuple(dict.fromkeys((1, *p.cpu_requests)))
-        tokens = tuple(sorted({*least, *p.cpu_tokens}))
-        return self._grid(p.cpu_requests, tokens, one, lambda n, t: t == n or t >= 2 * n)
+        longest = p.max_context
+        tokens = tuple(sorted({*p.cpu_requests, *p.cpu_tokens}))
+        return self._grid(
+            p.cpu_requests, tokens, one, lambda n, t: t == n or 2 * n <= t <= n * longest
+        )
 
     def _measure_hand_off(self) -> Line:
         p, times = self._points, []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from swiftapex.core.plan import StepPlan
+from collections.abc import Mapping
+
+from swiftapex.core.plan import Inequality, StepPlan
 from swiftapex.core.request import Placement
 from swiftapex.cost_model import CostModel, overlap_us, visit_us
 from swiftapex.scheduler.cpu_tier import new_cohort
@@ -17,6 +19,8 @@ def overlap_plan(
     main: BatchDraft,
     rows: int,
     pipeline: str = "async_overlap",
+    candidates_us: Mapping[str, float] | None = None,
+    inequality: Inequality | None = None,
 ) -> StepPlan:
     """The plan of `main`, its chunks cut to what a pass should hold, and a cohort of at most
     `rows` CPU decodes."""
@@ -29,4 +33,4 @@ def overlap_plan(
     cohort = new_cohort(state, main, rows)
     in_flight = state.num_in_flight + cohort.num_rows
     predicted = overlap_us(cost, main.load, in_flight, len(state.cohorts) + bool(cohort.num_rows))
-    return state.step_plan(pipeline, [main], [cohort], predicted_us=predicted)
+    return state.step_plan(pipeline, [main], [cohort], predicted, candidates_us, inequality)

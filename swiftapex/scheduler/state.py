@@ -7,10 +7,10 @@ in, and in what order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from swiftapex.core.plan import Admission, Move, Row, StepPlan
+from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan
 from swiftapex.core.request import Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.cohorts import CohortBook
@@ -282,6 +282,8 @@ class SchedulerState:
         batches: Sequence[BatchDraft],
         cohorts: Sequence[BatchDraft] = (),
         predicted_us: float | None = None,
+        candidates_us: Mapping[str, float] | None = None,
+        inequality: Inequality | None = None,
     ) -> StepPlan:
         """The plan of these batches, with all that the workers have not been told yet."""
         for cohort in cohorts:
@@ -296,6 +298,8 @@ class SchedulerState:
             tuple(self._released),
             tuple(self._dropped),
             predicted_us,
+            dict(candidates_us or {}),
+            inequality,
         )
         for pending in (self._moves, self._released, self._dropped):
             pending.clear()
