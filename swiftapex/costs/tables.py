@@ -59,25 +59,40 @@ class Surface:
             filled = [curve(y + 1) for y in ys]
             below = self.rows[-1] if self.rows else filled
             self.rows.append([max(v, least) for v, least in zip(filled, below, strict=True)])
+        self._slopes = list(accumulate((_end_slope(self.ys, row) for row in self.rows), max))
+        # What another step of the last width in x adds, which must not fall in y either.
+        before, last = self.rows[-2:] if len(self.rows) > 1 else (self.rows[0], self.rows[0])
+        self._more = list(accumulate((b - a for a, b in zip(before, last, strict=True)), max))
+        self._more_slope = self._slopes[-1] - self._slopes[max(0, len(self.rows) - 2)]
 
     def __call__(self, x: float, y: float) -> float:
         if x <= 0:
             return 0.0
-        xs, ys, rows = self.xs, self.ys, self.rows
-        j = min(bisect_right(ys, y), len(ys) - 1)
-        if j == 0:
-            across = 0.0
-            j = min(1, len(ys) - 1)
-        else:
-            across = (y - ys[j - 1]) / (ys[j] - ys[j - 1])
-        if x <= xs[0] or len(xs) == 1:
-            low = rows[0]
-            return low[j - 1] + across * (low[j] - low[j - 1])
-        i = min(bisect_right(xs, x), len(xs) - 1)
-        low, high = rows[i - 1], rows[i]
-        first = low[j - 1] + across * (low[j] - low[j - 1])
-        second = max(first, high[j - 1] + across * (high[j] - high[j - 1]))
-        return first + (second - first) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+        xs, ys, rows, slopes = self.xs, self.ys, self.rows, self._slopes
+        j = bisect_right(ys, y)
+        i = bisect_right(xs, x)
+        if i == 0 or len(xs) == 1:
+            return _read(ys, rows[0], slopes[0], j, y)
+        if i == len(xs):
+            last = _read(ys, rows[-1], slopes[-1], j, y)
+            more = _read(ys, self._more, self._more_slope, j, y)
+            return last + more * (x - xs[-1]) / (xs[-1] - xs[-2])
+        low = _read(ys, rows[i - 1], slopes[i - 1], j, y)
+        high = _read(ys, rows[i], slopes[i], j, y)
+        return low + (high - low) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+
+
+def _read(ys: Sequence[float], values: Sequence[float], slope: float, j: int, y: float) -> float:
+    """Between ys[j - 1] and ys[j]; the first value before them, with `slope` behind them."""
+    if j == 0:
+        return values[0]
+    if j == len(ys):
+        return values[-1] + slope * (y - ys[-1])
+    return values[j - 1] + (values[j] - values[j - 1]) * (y - ys[j - 1]) / (ys[j] - ys[j - 1])
+
+
+def _end_slope(ys: Sequence[float], values: Sequence[float]) -> float:
+    return (values[-1] - values[-2]) / (ys[-1] - ys[-2]) if len(ys) > 1 else 0.0
 
 
 @dataclass(frozen=True)

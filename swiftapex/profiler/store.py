@@ -34,7 +34,7 @@ def default_folder() -> Path:
 def find(folder: Path, fingerprint: Mapping[str, Any]) -> Profile | None:
     """The profile of exactly this fingerprint; None where there is none, or none that is whole."""
     try:
-        profile = _read(_path(folder, fingerprint))
+        profile = _read(path_of(folder, fingerprint))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return profile if normal(profile.fingerprint) == normal(fingerprint) else None
@@ -61,7 +61,7 @@ def read(path: Path, fingerprint: Mapping[str, Any]) -> Profile:
 def write(folder: Path, profile: Profile) -> Path:
     """Stores a profile, whole or not at all; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = _path(folder, profile.fingerprint)
+    path = path_of(folder, profile.fingerprint)
     data = {
         "fingerprint": dict(profile.fingerprint),
         "seconds": round(profile.seconds, 2),
@@ -75,7 +75,8 @@ def write(folder: Path, profile: Profile) -> Path:
     return path
 
 
-def _path(folder: Path, fingerprint: Mapping[str, Any]) -> Path:
+def path_of(folder: Path, fingerprint: Mapping[str, Any]) -> Path:
+    """Where the profile of this fingerprint lies, or would."""
     return folder / f"{digest(fingerprint)}.json"
 
 
