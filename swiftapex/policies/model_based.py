@@ -54,7 +54,8 @@ class ModelBased(Policy):
         second = state.new_batch()
         add_gpu_decodes(state, first, demote=True)
         promote(state, first)
-        add_prefill(state, first, gpu_first(state, self._cpu_full(state, cost_model)))
+        place = gpu_first(state, self._cpu_full(state, cost_model), keep_busy=False)
+        add_prefill(state, first, place)
 
         waiting = cpu_decodes(state)
         overdue = len(state.overdue(waiting))
@@ -92,7 +93,7 @@ class ModelBased(Policy):
             if full(batch, request):
                 return True
             if not pays:
-                pays.append(cpu_pays(state, cost, batch.load, request.num_tokens))
+                pays.append(cpu_pays(state, cost, batch.load, request.num_tokens, self.margin))
             return not pays[0]
 
         return is_full

@@ -30,14 +30,16 @@ def add_prefill(state: SchedulerState, batch: BatchDraft, place: Place) -> None:
         state.add_chunk(batch, request, batch.room)
 
 
-def gpu_first(state: SchedulerState, cpu_full: CpuFull) -> Place:
+def gpu_first(state: SchedulerState, cpu_full: CpuFull, keep_busy: bool = True) -> Place:
     """To the GPU, unless an older CPU request waits for that place; else to the CPU, unless the
-    CPU is full."""
+    CPU is full. One that holds nothing takes a request even so, unless told not to `keep_busy`:
+    then only one that the GPU could never hold."""
 
     def place(batch: BatchDraft, request: Request) -> Placement | None:
         if _gpu_has_room(state, batch, request) and not _older_waits(state, request):
             return Placement.GPU
         idle = state.running_on(Placement.CPU) == 0
+        idle = idle and (keep_busy or not state.fits_alone(request, Placement.GPU))
         if _cpu_has_room(state, request) and (idle or not cpu_full(batch, request)):
             return Placement.STAGING
         return None
