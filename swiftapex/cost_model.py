@@ -9,16 +9,21 @@ theirs: T_l linear layers of a sub-batch (post- and pre-projection), T_ga attent
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from swiftapex.core.plan import Row
 from swiftapex.core.request import Placement
 from swiftapex.model.config import DTYPE_BYTES, ModelConfig
 
+DECODES, CHUNKS, TWO_BATCHES, COHORTS = HOST_KINDS = ("decodes", "chunks", "two", "cohorts")
+"""What the host launches in a pass: GPU decodes alone, one batch with chunks, two sub-batches, one
+batch that cohorts may join."""
+
 
 class CostModel(Protocol):
-    """µs of each kind of work in one layer. No work costs nothing; more never costs less."""
+    """µs of each kind of work, in one layer where nothing else is said. No work costs nothing;
+    more never costs less. `requests`: how many share the tokens of KV that are read."""
 
     @property
     def num_layers(self) -> int: ...
@@ -26,14 +31,29 @@ class CostModel(Protocol):
     def linear_us(self, rows: int) -> float:
         """All linear layers and norms of a layer over `rows` tokens: T_l."""
 
-    def gpu_attention_us(self, tokens: int) -> float:
+    def gpu_attention_us(self, tokens: int, requests: int = 1) -> float:
         """GPU decodes that read `tokens` tokens of KV together."""
 
     def prefill_attention_us(self, chunk: int, prefix: int) -> float:
         """A prefill chunk of `chunk` tokens behind `prefix` tokens."""
 
-    def cpu_attention_us(self, tokens: int) -> float:
+    def cpu_attention_us(self, tokens: int, requests: int = 1) -> float:
         """One task of CPU decodes that read `tokens` tokens of KV together: T_ca."""
+
+    def iteration_us(self, completing: int) -> float:
+        """Of a whole iteration: what no layer accounts for, such as embedding, logits and sampling
+        of `completing` tokens."""
+
+    def hand_off_us(self, rows: int) -> float:
+        """What the GPU side spends besides when it hands `rows` rows to the CPU and takes their
+        attention back."""
+
+    def host_us(self, kind: str) -> float:
+        """Of a whole iteration: the host's time to launch one of HOST_KINDS, which no iteration
+        is shorter than."""
+
+    def copy_us(self, tokens: int) -> float:
+        """Of all layers: a copy of `tokens` tokens of KV from one side to the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +122,7 @@ class AnalyticCostModel:
         multiply = 2 * self._parameters * rows / self._rates.flops_per_s
         return max(read, multiply) * 1e6 + 2 * self._rates.stage_us
 
-    def gpu_attention_us(self, tokens: int) -> float:
+    def gpu_attention_us(self, tokens: int, requests: int = 1) -> float:
         """KV bytes / bandwidth, and a stage's fixed cost."""
         if tokens <= 0:
             return 0.0
@@ -117,12 +137,29 @@ class AnalyticCostModel:
         flops = 4 * self._attention_width * chunk * (prefix + (chunk + 1) / 2)
         return flops / self._rates.flops_per_s * 1e6 + self._rates.stage_us
 
-    def cpu_attention_us(self, tokens: int) -> float:
+    def cpu_attention_us(self, tokens: int, requests: int = 1) -> float:
         """KV bytes / bandwidth, and a task's fixed cost."""
         if tokens <= 0:
             return 0.0
         read = tokens * self._cpu_kv_bytes / self._rates.cpu_kv_bytes_per_s
         return read * 1e6 + self._rates.task_us
+
+    def iteration_us(self, completing: int) -> float:
+        """Nothing: next to the layers it is little."""
+        return 0.0
+
+    def hand_off_us(self, rows: int) -> float:
+        """Nothing: `task_us` holds the signals."""
+        return 0.0
+
+    def host_us(self, kind: str) -> float:
+        """Nothing: the host is taken to keep up."""
+        return 0.0
+
+    def copy_us(self, tokens: int) -> float:
+        """At the CPU side's memory bandwidth."""
+        read = tokens * self._cpu_kv_bytes * self.num_layers
+        return read / self._rates.cpu_kv_bytes_per_s * 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +170,12 @@ class Load:
     gpu_tokens: int = 0  # tokens of KV that its GPU decodes read
     cpu_tokens: int = 0  # tokens of KV that its CPU decodes read
     chunks: tuple[tuple[int, int], ...] = ()  # prefill chunks: (tokens, tokens before them)
+    gpu_requests: int = 0  # its GPU decodes
+    cpu_requests: int = 0  # its CPU decodes
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Load:
-        total = gpu = cpu = 0
+        total = gpu = cpu = num_gpu = num_cpu = 0
         chunks = []
         for row in rows:
             total += row.num_tokens
@@ -144,65 +183,110 @@ class Load:
                 chunks.append((row.num_tokens, row.start))
             elif row.placement is Placement.CPU:
                 cpu += row.start + 1
+                num_cpu += 1
             else:
                 gpu += row.start + 1
-        return Load(total, gpu, cpu, tuple(chunks))
+                num_gpu += 1
+        return Load(total, gpu, cpu, tuple(chunks), num_gpu, num_cpu)
 
-    def with_cpu_decode(self, tokens: int) -> Load:
-        return Load(self.rows + 1, self.gpu_tokens, self.cpu_tokens + tokens, self.chunks)
+    @property
+    def completing(self) -> int:
+        """Tokens that it samples, where all of its chunks end a prompt."""
+        return self.gpu_requests + self.cpu_requests + len(self.chunks)
+
+    def with_cpu_decodes(self, tokens: int, count: int = 1) -> Load:
+        """`count` more CPU decodes, which read `tokens` tokens of KV together."""
+        return replace(
+            self,
+            rows=self.rows + count,
+            cpu_tokens=self.cpu_tokens + tokens,
+            cpu_requests=self.cpu_requests + count,
+        )
 
     def without_chunks(self) -> Load:
         rows = self.rows - sum(tokens for tokens, _ in self.chunks)
-        return Load(rows, self.gpu_tokens, self.cpu_tokens)
+        return replace(self, rows=rows, chunks=())
 
     def with_rows(self, more: int) -> Load:
-        return Load(self.rows + more, self.gpu_tokens, self.cpu_tokens, self.chunks)
+        return replace(self, rows=self.rows + more)
 
 
 def gpu_side_attention_us(cost: CostModel, load: Load) -> float:
     """T_ga of one layer: GPU decodes and prefill chunks."""
-    chunks = sum(cost.prefill_attention_us(tokens, prefix) for tokens, prefix in load.chunks)
-    return cost.gpu_attention_us(load.gpu_tokens) + chunks
+    attention = cost.gpu_attention_us(load.gpu_tokens, load.gpu_requests)
+    for tokens, prefix in load.chunks:
+        attention += cost.prefill_attention_us(tokens, prefix)
+    return attention
+
+
+def cpu_side_attention_us(cost: CostModel, load: Load) -> float:
+    """T_ca of one layer."""
+    return cost.cpu_attention_us(load.cpu_tokens, load.cpu_requests)
 
 
 def gpu_only_us(cost: CostModel, load: Load) -> float:
-    """An iteration of the load's GPU rows and chunks in one batch: L (T_l + T_ga), APEX Eq. 1."""
-    return cost.num_layers * (cost.linear_us(load.rows) + gpu_side_attention_us(cost, load))
+    """An iteration of the load's GPU rows and chunks in one batch: L (T_l + T_ga), APEX Eq. 1, and
+    what the iteration costs besides."""
+    if load.rows == 0:
+        return 0.0
+    layers = cost.num_layers * (cost.linear_us(load.rows) + gpu_side_attention_us(cost, load))
+    host = cost.host_us(CHUNKS if load.chunks else DECODES)
+    return max(layers + cost.iteration_us(load.completing), host)
 
 
 def asymmetric_us(cost: CostModel, first: Load, second: Load) -> float:
     """An iteration of two sub-batches half a layer out of phase, NEO section 3:
-    L (max(T_l0, T_ca1) + max(T_l1 + T_ga0, T_ca0))."""
-    beside_first = max(cost.linear_us(first.rows), cost.cpu_attention_us(second.cpu_tokens))
-    gpu_side = cost.linear_us(second.rows) + gpu_side_attention_us(cost, first)
-    beside_second = max(gpu_side, cost.cpu_attention_us(first.cpu_tokens))
-    return cost.num_layers * (beside_first + beside_second)
+    L (max(T_l0, T_ca1) + max(T_l1 + T_ga0, T_ca0)), hand-offs in T_l, and what the iteration costs
+    besides."""
+    if first.rows == second.rows == 0:
+        return 0.0
+    beside_first, beside_second = gpu_halves_us(cost, first, second)
+    cycle = max(beside_first, cpu_side_attention_us(cost, second))
+    cycle += max(beside_second, cpu_side_attention_us(cost, first))
+    rest = cost.iteration_us(first.completing + second.completing)
+    return max(cost.num_layers * cycle + rest, cost.host_us(TWO_BATCHES))
+
+
+def gpu_halves_us(cost: CostModel, first: Load, second: Load) -> tuple[float, float]:
+    """The GPU's work in a layer of two sub-batches: T_l0, beside which the CPU attends for the
+    second one, and T_l1 + T_ga0."""
+    beside_first = cost.linear_us(first.rows) + cost.hand_off_us(first.cpu_requests)
+    beside_second = cost.linear_us(second.rows) + cost.hand_off_us(second.cpu_requests)
+    return beside_first, beside_second + gpu_side_attention_us(cost, first)
 
 
 def spare_us(cost: CostModel, first: Load, second: Load) -> tuple[float, float]:
     """µs of a layer in which the CPU could still attend, for rows of the first and of the second
     sub-batch: T_l1 + T_ga0 - T_ca0 and T_l0 - T_ca1. Negative: the GPU waits (NEO's constraints).
     """
-    beside_second = cost.linear_us(second.rows) + gpu_side_attention_us(cost, first)
+    beside_first, beside_second = gpu_halves_us(cost, first, second)
     return (
-        beside_second - cost.cpu_attention_us(first.cpu_tokens),
-        cost.linear_us(first.rows) - cost.cpu_attention_us(second.cpu_tokens),
+        beside_second - cpu_side_attention_us(cost, first),
+        beside_first - cpu_side_attention_us(cost, second),
     )
 
 
-def overlap_us(cost: CostModel, load: Load, in_flight: int) -> float:
-    """A pass in which `in_flight` CPU decodes are parked. Each rejoins L times in its L + 1
-    passes, so that a layer merges in_flight / (L + 1) of them on average; the pass never waits
-    for the CPU."""
+def overlap_us(cost: CostModel, load: Load, in_flight: int, cohorts: int = 1) -> float:
+    """A pass in which `in_flight` CPU decodes are parked, in `cohorts` cohorts. Each rejoins L
+    times in its L + 1 passes, so that a layer merges in_flight / (L + 1) of them on average; the
+    pass never waits for the CPU."""
     riders = -(-in_flight // (cost.num_layers + 1))
-    return gpu_only_us(cost, load.with_rows(riders))
+    rows = load.rows + riders
+    if rows == 0:
+        return 0.0
+    layers = cost.num_layers * (cost.linear_us(rows) + gpu_side_attention_us(cost, load))
+    if in_flight:
+        layers += cohorts * cost.hand_off_us(-(-in_flight // max(1, cohorts)))
+    kind = COHORTS if in_flight else CHUNKS if load.chunks else DECODES
+    return max(layers + cost.iteration_us(load.completing + riders), cost.host_us(kind))
 
 
-def visit_us(cost: CostModel, cpu_tokens: int, cohorts: int) -> float:
+def visit_us(cost: CostModel, cpu_tokens: int, cohorts: int, requests: int = 1) -> float:
     """CPU time in which every cohort in flight advances one layer: what a pass should take."""
     if cpu_tokens <= 0:
         return 0.0
-    return cost.cpu_attention_us(cpu_tokens) + max(0, cohorts - 1) * cost.cpu_attention_us(1)
+    one = cost.cpu_attention_us(cpu_tokens, requests)
+    return one + max(0, cohorts - 1) * cost.cpu_attention_us(1)
 
 
 def overlap_tokens(cost: CostModel, in_flight: int) -> float:

@@ -34,18 +34,34 @@ class ConstantCostModel:
     prefill_token: float = 0.0
     cpu_token: float = 0.1
     cpu_fixed: float = 0.0
+    iteration: float = 0.0
+    hand_off_row: float = 0.0
+    host: float = 0.0
+    copy_token: float = 0.0
 
     def linear_us(self, rows: int) -> float:
         return self.linear_fixed + rows * self.linear_row if rows > 0 else 0.0
 
-    def gpu_attention_us(self, tokens: int) -> float:
+    def gpu_attention_us(self, tokens: int, requests: int = 1) -> float:
         return tokens * self.gpu_token
 
     def prefill_attention_us(self, chunk: int, prefix: int) -> float:
         return chunk * self.prefill_token
 
-    def cpu_attention_us(self, tokens: int) -> float:
+    def cpu_attention_us(self, tokens: int, requests: int = 1) -> float:
         return self.cpu_fixed + tokens * self.cpu_token if tokens > 0 else 0.0
+
+    def iteration_us(self, completing: int) -> float:
+        return self.iteration
+
+    def hand_off_us(self, rows: int) -> float:
+        return rows * self.hand_off_row
+
+    def host_us(self, kind: str) -> float:
+        return self.host
+
+    def copy_us(self, tokens: int) -> float:
+        return tokens * self.copy_token
 
 
 @dataclass

@@ -133,6 +133,7 @@ def small_engine(
         max_batch_size=pools.rows,
         max_tokens_in_batch=max(pools.chunk, pools.rows),
         tensor_parallel_size=1 if ranks is None else ranks.size,
+        profile="off",
     )
     section = ModelSection(path=str(model_path(model, dtype)), dtype=dtype)
     factory = make_executor if ranks is None else factory_on(ranks)
@@ -286,6 +287,8 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "neo": ("neo", {}),
     "apex": ("apex", {"min_cpu_gpu_ratio": 1}),
     "fastdecode": ("fastdecode", {}),
+    "model_based": ("model_based", {"margin": 0.0}),
+    "rho": ("rho", {"threshold": 0.0}),
     "random": ("tests.random_policy:RandomPolicy", {}),
 }
 

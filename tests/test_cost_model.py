@@ -98,9 +98,11 @@ def test_load_sorts_rows_by_who_works_on_them() -> None:
         Row(4, STAGING, 0, (1, 2), True),
     ]
     load = Load.of(rows)
-    assert load == Load(21, 100, 60, ((16, 8), (2, 0)))
-    assert load.without_chunks() == Load(3, 100, 60)
-    assert load.with_cpu_decode(5) == Load(22, 100, 65, ((16, 8), (2, 0)))
+    assert load == Load(21, 100, 60, ((16, 8), (2, 0)), gpu_requests=1, cpu_requests=2)
+    assert load.completing == 5
+    assert load.without_chunks() == Load(3, 100, 60, (), 1, 2)
+    assert load.with_cpu_decodes(5) == Load(22, 100, 65, ((16, 8), (2, 0)), 1, 3)
+    assert load.with_cpu_decodes(5, 2) == Load(23, 100, 65, ((16, 8), (2, 0)), 1, 4)
 
 
 def test_predictions_by_hand() -> None:

@@ -10,11 +10,13 @@ from harness import CPU, GPU, STAGING, ConstantCostModel, Harness
 
 import swiftapex
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plan import Row
+from swiftapex.core.plan import Row, StepPlan
 from swiftapex.core.request import Request
 from swiftapex.cost_model import Load, overlap_us
 from swiftapex.policies import POLICIES, make_policy
 from swiftapex.policies.apex import Strategy, select_strategy
+from swiftapex.policies.model_based import ModelBased
+from swiftapex.scheduler.candidates import Candidate
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.prefill import overlap_chunk_tokens
 from swiftapex.scheduler.split import Split, choose_split, split_wins, trim_swap_out
@@ -32,7 +34,8 @@ def test_split_fills_the_sub_batch_with_more_room_and_stops_at_both_constraints(
     # 7: -10 / 10 -> second (10); nothing more of 30 fits.
     split = choose_split(COST, main, [30] * 9, ROOM)
     assert split.picks == ((1, 2, 3, 5), (0, 4, 6))
-    assert split.loads[0] == Load(8, 400, 120) and split.loads[1] == Load(3, 0, 90)
+    assert split.loads[0] == Load(8, 400, 120, cpu_requests=4)
+    assert split.loads[1] == Load(3, 0, 90, cpu_requests=3)
 
 
 def test_split_skips_what_is_longer_than_what_did_not_fit_and_takes_shorter_ones() -> None:
@@ -67,10 +70,10 @@ def test_parked_decodes_count_as_parts_of_tokens_on_both_sides_of_the_choice() -
     first = harness.state.new_batch()
     first.add(Row(requests[0].request_id, GPU, 9, None, True))
     main = Load.of(first.rows)
-    split = Split(((), (0,)), (main, Load(1, 0, 50)))
+    split = Split(((), (0,)), (main, Load(1, 0, 50, cpu_requests=1)))
     assert split_wins(harness.state, COST, first, split)
-    for request in requests[1:]:
-        request.in_flight = True
+    parked = frozenset(request.request_id for request in requests[1:])
+    harness.state.settle(StepPlan("async_overlap", ()), parked)
     assert harness.state.num_in_flight == 10
     assert not split_wins(harness.state, COST, first, split)
 
@@ -393,3 +396,103 @@ def test_policies_import_neither_pipelines_nor_each_other() -> None:
             "swiftapex.policies.base"
         }
         assert not any(i.startswith("swiftapex.pipelines") for i in imported)
+
+
+def test_model_based_takes_the_best_rate_of_what_it_weighed() -> None:
+    cheap_cpu = ConstantCostModel(num_layers=4, linear_fixed=100, gpu_token=0.1, cpu_token=0.1)
+    seen = set()
+    for cost in (cheap_cpu, COST, ConstantCostModel(num_layers=4, cpu_token=10.0)):
+        harness = hybrid("model_based", cost, policy_args={"margin": 0.0})
+        fill(harness, 12, output=40)
+        for plan in harness.plans[5:]:
+            seen.add(plan.pipeline)
+            if plan.inequality is None:
+                continue
+            hybrid_wins = plan.inequality.left > plan.inequality.right
+            assert (plan.pipeline != "sequential") == hybrid_wins
+            assert plan.pipeline in plan.candidates_us
+        harness.drain()
+    assert {"sequential", "asymmetric"} <= seen
+
+
+def test_model_based_overlaps_where_nothing_can_be_hidden_in_a_layer() -> None:
+    # A visit takes 0.6 of a pass: T_ca 55 µs a decode of 22 tokens never hides behind T_l0 = 40
+    # alone, while 32 layers of 40 µs hide many visits.
+    cost = ConstantCostModel(num_layers=32, linear_fixed=40, gpu_token=0.01, cpu_token=2.5)
+    harness = hybrid("model_based", cost, policy_args={"margin": 0.0})
+    fill(harness, 20, output=60)
+    ran = {plan.pipeline for plan in harness.plans}
+    assert "async_overlap" in ran
+    harness.drain()
+
+
+def test_model_based_sends_nothing_to_a_cpu_that_does_not_pay() -> None:
+    # One decode on the CPU takes 2200 µs a layer, where a layer takes the GPU 100.
+    slow = ConstantCostModel(num_layers=4, cpu_token=100.0)
+    harness = hybrid("model_based", slow)
+    for _ in range(9):
+        harness.add(20, 20)
+    for _ in range(12):
+        harness.step()
+    assert {plan.pipeline for plan in harness.plans} == {"sequential"}
+    chunks = [r for p in harness.plans for r in p.sub_batches[0].rows if not r.is_decode]
+    assert chunks and all(r.placement is GPU for r in chunks)  # what goes there was swapped out
+    harness.drain()
+
+
+def test_margin_keeps_the_gpu_alone_where_the_gain_is_small() -> None:
+    found = {"sequential": Candidate(100, 10), "asymmetric": Candidate(200, 20.2)}
+    assert ModelBased(margin=0.0)._best(found, must_use_cpu=False) == "asymmetric"
+    assert ModelBased(margin=0.02)._best(found, must_use_cpu=False) == "sequential"
+    assert ModelBased(margin=0.02)._best(found, must_use_cpu=True) == "asymmetric"
+    assert ModelBased()._best({}, must_use_cpu=True) == "sequential"
+    with pytest.raises(ConfigError, match="margin must be >= 0"):
+        make_policy("model_based", {"margin": -1})
+
+
+def test_rho_uses_the_cpu_above_its_threshold() -> None:
+    # rho_c = 0.1 / 1.0; without chunks rho_t = 1.
+    for threshold, expected in ((1.0, False), (0.11, False), (0.09, True)):
+        harness = hybrid("rho", policy_args={"threshold": threshold})
+        fill(harness, 12, output=40)
+        plan = harness.step()
+        assert plan.inequality is not None
+        assert plan.inequality.left == pytest.approx(0.1) and plan.inequality.right == threshold
+        assert (plan.pipeline != "sequential") == expected
+        harness.drain()
+    with pytest.raises(ConfigError, match="threshold must be >= 0"):
+        make_policy("rho", {"threshold": -0.1})
+
+
+def test_ablations_of_apex() -> None:
+    cost = ConstantCostModel(num_layers=64, cpu_token=10.0)  # never hides: overlap, else nothing
+    for args, expected in (
+        ({}, "async_overlap"),
+        ({"overlap": False}, "sequential"),
+        ({"overlap": False, "analytic_model": False}, "sequential"),
+    ):
+        harness = hybrid("apex", cost, policy_args={"min_cpu_gpu_ratio": 1, **args})
+        fill(harness, 6)
+        assert harness.step().pipeline == expected, args
+        assert expected == "async_overlap" or not any(p.new_cohorts for p in harness.plans)
+        harness.drain()
+    # One CPU decode that hides, but is not worth reading the weights twice.
+    for args, expected in (({}, "sequential"), ({"analytic_model": False}, "asymmetric")):
+        harness = hybrid("apex", policy_args=args)
+        fill(harness, 4)
+        assert decoding(harness) == (3, 1)
+        assert harness.step().pipeline == expected, args
+        harness.drain()
+
+
+def test_plans_hold_both_sides_of_equation_5() -> None:
+    # As above: 3 GPU decodes of about 24 tokens alone in 4 (100 + 7) µs, with one more in 828 µs.
+    harness = hybrid("neo")
+    fill(harness, 4)
+    plan = harness.step()
+    assert plan.inequality is not None
+    assert plan.inequality.left == pytest.approx(1e3 * 4 / 828, rel=0.02)
+    assert plan.inequality.right == pytest.approx(1e3 * 3 / 428, rel=0.02)
+    assert plan.candidates_us.keys() == {"sequential", "asymmetric"}
+    assert plan.predicted_us == plan.candidates_us["sequential"]
+    harness.drain()

@@ -21,6 +21,7 @@ from swiftapex.config.schema import (
     WindowConfig,
     WorkloadConfig,
 )
+from swiftapex.core.plan import Inequality
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.trace import Span, TracedIteration
 from swiftapex.report.environment import describe_environment, git_revision
@@ -29,7 +30,7 @@ from swiftapex.report.html import samples, write_report
 from swiftapex.report.metrics import DEFINITIONS, outputs_sha256, percentile, summarize
 from swiftapex.report.snapshots import Snapshot
 from swiftapex.report.table import duration, results_table
-from swiftapex.report.words import fastest, what_happened
+from swiftapex.report.words import fastest, what_happened, why
 from swiftapex.workloads.replay import BusySpan, RequestOutcome, RunLog
 
 START_S = 1000.0  # the engine's clock at the first arrival
@@ -252,7 +253,7 @@ def test_report_is_one_file_with_plots_samples_and_definitions(tmp_path: Path) -
     text = path.read_text(encoding="utf-8")
     parser = _Tags()
     parser.feed(text)
-    assert parser.tags.count("svg") == 5 + 2 * (3 + 1)
+    assert parser.tags.count("svg") == 5 + 2 * (4 + 1)
     assert parser.tags.count("figure") == 2
     assert "No picture of sequential, mine: none of the traced" in text
     assert "Asymmetric pipelining (NEO)" in text
@@ -320,3 +321,46 @@ def test_environment_is_described(tmp_path: Path) -> None:
     assert environment["memory"]["total_bytes"] > 2**28
     json.dumps(environment)
     assert git_revision(tmp_path) is None
+
+
+def weighed(index: int, pipeline: str, left: float, right: float) -> IterationRecord:
+    return iteration(
+        index,
+        float(index),
+        pipeline=pipeline,
+        predicted_us=1100.0,
+        candidates_us={"sequential": 900.0, "asymmetric": 1100.0},
+        inequality=Inequality("requests per ms: asymmetric > GPU-only (Eq. 5)", left, right),
+    )
+
+
+WEIGHED = (
+    weighed(0, "asymmetric", 12.0, 10.0),
+    weighed(1, "sequential", 8.0, 10.0),
+    weighed(2, "sequential", 7.0, 9.0),
+    iteration(3, 3.0, candidates_us={"sequential": 900.0}, predicted_us=900.0),
+    iteration(4, 4.0, candidates_us={"asymmetric": 900.0}, pipeline="asymmetric"),
+)
+
+
+def test_sentences_about_why_the_cpu_was_used() -> None:
+    assert why(ITERATIONS) is None  # nothing was weighed
+    text = why(WEIGHED)
+    assert text == (
+        "In 1 iteration there was nothing that the CPU could have decoded in time, so that the GPU "
+        "ran alone. Requests per ms: asymmetric > GPU-only (Eq. 5): this held in 1 of 3 cases "
+        "(medians 8 against 10), and the CPU was used in 1 of them. 1 iteration had no GPU rows, "
+        "so that there was no GPU-only."
+    )
+
+
+def test_predictions_and_choices_are_drawn_and_kept(tmp_path: Path) -> None:
+    run = result(log=RunLog(START_S, OUTCOMES, WEIGHED))
+    write_report(tmp_path / "report.html", "quick", "", [run], {}, {}, "name: quick")
+    html = (tmp_path / "report.html").read_text()
+    for words in ("Predicted against measured time", "Strategies weighed", "this held in 1 of 3"):
+        assert words in html
+    write_run(tmp_path, run)
+    lines = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
+    assert lines[0]["inequality"]["left"] == 12.0 and lines[3]["inequality"] is None
+    assert lines[0]["candidates_us"] == {"sequential": 900.0, "asymmetric": 1100.0}

@@ -94,6 +94,12 @@ class EngineConfig(Section):
     """`max_batch_size`: rows in one linear batch; requests in flight are bounded by KV alone.
     `max_tokens_in_batch`: tokens in it, prefill chunks included. `max_model_len` auto: the model's.
     `tensor_parallel_size`: ranks that share every layer, each a process with a GPU of its own.
+
+    `profile`: where policies take the cost of work from. on: measured tables, from the cache of
+    profiles or measured now; off: closed forms at default rates; auto: on with device cuda, off
+    elsewhere; else the path of a profile, which must be one of this model on this machine.
+    `profile_folder`: the cache (null: ~/.cache/swiftapex/profiles). `online_correction`: whether
+    measured iterations correct measured tables.
     """
 
     device: Literal["cpu", "cuda", "reference"] = "cpu"
@@ -104,6 +110,9 @@ class EngineConfig(Section):
     max_batch_size: PositiveInt = 256
     max_tokens_in_batch: PositiveInt = 2048
     tensor_parallel_size: PositiveInt = 1
+    profile: str = "auto"
+    profile_folder: str | None = None
+    online_correction: bool = True
 
 
 class LengthRange(Section):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swiftapex.core.plan import Inequality
+
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
@@ -24,6 +26,8 @@ class IterationRecord:
     cpu_blocks_free: int
     preemptions: int  # in this iteration
     predicted_us: float | None = None
+    candidates_us: dict[str, float] | None = None  # predicted for each strategy that was weighed
+    inequality: Inequality | None = None  # by which the policy chose
 
 
 @dataclass(frozen=True, slots=True)

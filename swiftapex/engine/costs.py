@@ -1,14 +1,29 @@
-"""The cost model of an engine that nobody has measured yet."""
+"""The cost model of an engine: measured tables, or closed forms where nobody has measured."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
 
 from swiftapex.backends.threads import cpu_threads, split_threads
 from swiftapex.config.schema import EngineConfig
 from swiftapex.cost_model import AnalyticCostModel, CostModel, default_rates
+from swiftapex.costs.correction import CorrectedCostModel
+from swiftapex.costs.measured import MeasuredCostModel
+from swiftapex.executor.base import Executor
+from swiftapex.kv.sizing import KVSizes
 from swiftapex.model.config import ModelConfig
 from swiftapex.model.shard import Shard
+from swiftapex.profiler import store
+from swiftapex.profiler.fingerprint import fingerprint
+from swiftapex.profiler.measure import Points, profile
+from swiftapex.profiler.probe import Probe
+
+_PATIENCE_S = 0.6  # of one measurement; some 100 of them make a profile
 
 
 def default_cost_model(
@@ -26,3 +41,85 @@ def default_cost_model(
     rates = default_rates(engine.device, cpu_side, gpu_threads, engine.gpu.sm_count)
     rates = replace(rates, cpu_kv_bytes_per_s=rates.cpu_kv_bytes_per_s / ranks)
     return AnalyticCostModel(Shard(0, ranks).config(config), rates, dtype, cpu_kv_dtype)
+
+
+@dataclass(frozen=True)
+class ProfiledEngine:
+    """What a profile is of: an engine whose executor stands, before its first request."""
+
+    config: ModelConfig
+    dtype: str
+    engine: EngineConfig
+    sizes: KVSizes
+    max_model_len: int
+    executor: Executor
+
+    def cost_model(self, uses_cpu: bool) -> CostModel:
+        """As `engine.profile` says; see EngineConfig. With auto nothing is measured for a policy
+        without the CPU side, which has nothing to choose: only a profile that is there is read."""
+        asked = self.engine.profile
+        if asked == "off" or (asked == "auto" and self.engine.device != "cuda"):
+            sizes = self.sizes
+            return default_cost_model(
+                self.config, self.dtype, sizes.cpu_dtype, self.engine, uses_cpu
+            )
+        if asked not in ("auto", "on"):
+            found: store.Profile | None = store.read(Path(asked), self.fingerprint())
+        else:
+            found = store.find(self.folder, self.fingerprint())
+        if found is None and asked == "auto" and not uses_cpu:
+            return default_cost_model(
+                self.config, self.dtype, self.sizes.cpu_dtype, self.engine, uses_cpu
+            )
+        measured = MeasuredCostModel((found or self.measure()).tables)
+        return CorrectedCostModel(measured) if self.engine.online_correction else measured
+
+    @property
+    def folder(self) -> Path:
+        """Where profiles are kept."""
+        chosen = self.engine.profile_folder
+        return store.default_folder() if chosen is None else Path(chosen).expanduser()
+
+    @property
+    def points(self) -> Points:
+        size = self.engine.block_size
+        return Points.within(
+            max_batch_size=self.engine.max_batch_size,
+            max_tokens=self.engine.max_tokens_in_batch,
+            max_context=self.max_model_len,
+            gpu_tokens=self.sizes.gpu_blocks * size,
+            cpu_tokens=self.sizes.cpu_blocks * size,
+            block_size=size,
+        )
+
+    def fingerprint(self) -> dict[str, object]:
+        return fingerprint(
+            self.config,
+            self.dtype,
+            self.engine,
+            self.sizes,
+            self.points,
+            self.executor.device_name,
+        )
+
+    def measure(self) -> store.Profile:
+        """Runs the profiler, with a progress bar, and keeps what it finds."""
+        start = time.perf_counter()
+        probe = Probe(
+            self.executor, self.sizes.num_blocks, self.engine.block_size, patience_s=_PATIENCE_S
+        )
+        every_s = 0.2 if sys.stderr.isatty() else 5.0
+        with tqdm(
+            total=100,
+            desc="profiling",
+            bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}",
+            mininterval=every_s,
+        ) as bar:
+
+            def watch(share: float) -> None:
+                bar.update(100 * share - bar.n)
+
+            tables = profile(probe, self.points, self.config.num_layers, watch)
+        found = store.Profile(self.fingerprint(), tables, time.perf_counter() - start)
+        store.write(self.folder, found)
+        return found

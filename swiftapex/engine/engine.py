@@ -23,8 +23,10 @@ from swiftapex.core.request import (
     SamplingParams,
 )
 from swiftapex.core.trace import TraceRecorder
+from swiftapex.cost_model import CostModel
+from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.engine.admission import check_prompt, fit_sampling
-from swiftapex.engine.costs import default_cost_model
+from swiftapex.engine.costs import ProfiledEngine
 from swiftapex.engine.text import TextStream
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
@@ -59,6 +61,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
+    plan: StepPlan
     result: StepResult
     record: IterationRecord
 
@@ -100,9 +103,10 @@ class Engine:
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
         self._state = SchedulerState(self._queue, self._blocks, limits)
-        self._cost_model = default_cost_model(
-            source.config, source.dtype, sizes.cpu_dtype, engine, uses_cpu
+        self.profiled = ProfiledEngine(
+            source.config, source.dtype, engine, sizes, self.max_model_len, self._executor
         )
+        self._cost_model = self._make_cost_model(uses_cpu)
         self._live: dict[int, Request] = {}
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
@@ -267,6 +271,14 @@ class Engine:
                 self._dead = "closed"
                 self._executor.close()
 
+    def _make_cost_model(self, uses_cpu: bool) -> CostModel:
+        """May measure, which takes a while. An engine that cannot be had leaves nothing behind."""
+        try:
+            return self.profiled.cost_model(uses_cpu)
+        except BaseException:
+            self._executor.close()
+            raise
+
     def _iterate(self) -> list[Request]:
         if len(self._queue) == 0 and not self._state.anything_in_flight:
             return self._collect()  # the last requests' tokens are on their way
@@ -288,7 +300,7 @@ class Engine:
         self.num_iterations += 1
         self._watch(plan)
         changed = self._collect()
-        self._launched = _Launched(result, record)
+        self._launched = _Launched(plan, result, record)
         return changed if self._executor.runs_ahead else self._collect()
 
     def _drain(self) -> None:
@@ -358,10 +370,13 @@ class Engine:
             self._fail(f"broken: {type(error).__name__}: {error}")
             raise EngineError(f"an iteration failed: {type(error).__name__}: {error}") from error
         now = time.perf_counter()
+        duration_us = (now - max(launched.record.start_s, self._last_end_s)) * 1e6
+        if isinstance(self._cost_model, CorrectedCostModel):
+            self._cost_model.observe(launched.plan, duration_us)
         if self._keep_iterations:
             begin = max(launched.record.start_s, self._last_end_s)
             self.iterations.append(
-                dataclasses.replace(launched.record, start_s=begin, duration_us=(now - begin) * 1e6)
+                dataclasses.replace(launched.record, start_s=begin, duration_us=duration_us)
             )
         self._last_end_s = now
         changed = []
@@ -434,6 +449,8 @@ class Engine:
             cpu_blocks_free=self._blocks.num_free(Placement.CPU),
             preemptions=preemptions,
             predicted_us=plan.predicted_us,
+            candidates_us=dict(plan.candidates_us) or None,
+            inequality=plan.inequality,
         )
 
     def _watch(self, plan: StepPlan) -> None:

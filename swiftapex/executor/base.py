@@ -10,6 +10,7 @@ from swiftapex.core.records import BusyTimes
 
 class Executor(Protocol):
     runs_ahead: bool  # whether `execute` returns while the workers still compute
+    device_name: str  # of the GPU side's device, as its maker calls it; "cpu" for the host
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launches one iteration on all workers; its result's `fetch` waits for the tokens."""

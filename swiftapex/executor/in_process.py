@@ -24,6 +24,7 @@ class InProcessExecutor:
     ) -> None:
         self._worker = Worker(source, engine, sizes, max_model_len, trace)
         self.runs_ahead = self._worker.runs_ahead
+        self.device_name = self._worker.device_name
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)

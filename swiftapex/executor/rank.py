@@ -125,7 +125,7 @@ class Rank:
         self._send(None)
 
     def start(self, settings: WorkerSettings) -> None:
-        """Builds the worker. Answers whether it runs ahead."""
+        """Builds the worker. Answers whether it runs ahead, and its device's name."""
         assert self._group is not None and self._worker is None
         follower = self._shard.rank - 1
         readiness: Readiness = LeaderReadiness(self._decisions)
@@ -140,7 +140,7 @@ class Rank:
             self._spans,
             Membership(self._shard, self._group, readiness),
         )
-        self._send(self._worker.runs_ahead)
+        self._send((self._worker.runs_ahead, self._worker.device_name))
 
     def execute(self, plan: StepPlan, with_spans: bool) -> None:
         """Launches an iteration. Rank 0 answers `Launched`, the others nothing."""

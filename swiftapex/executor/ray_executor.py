@@ -51,7 +51,8 @@ class RayExecutor:
         self.ranks = ranks or RayRanks(engine.tensor_parallel_size, engine.device)
         settings = WorkerSettings(model, engine, sizes, max_model_len, trace is not None)
         try:
-            self.runs_ahead: bool = self.ranks.ask("start", settings)[0]
+            answer: tuple[bool, str] = self.ranks.ask("start", settings)[0]
+            self.runs_ahead, self.device_name = answer
         except BaseException:
             self.close()
             raise

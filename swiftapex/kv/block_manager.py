@@ -29,6 +29,7 @@ class BlockManager:
         # neighbours in memory.
         self._free = {side: list(range(n - 1, -1, -1)) for side, n in self._total.items()}
         self._holdings: dict[int, _Holding] = {}
+        self._num_leaving = dict.fromkeys(SIDES, 0)  # old blocks that a copy still reads
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -38,6 +39,19 @@ class BlockManager:
 
     def num_free(self, side: Placement) -> int:
         return len(self._free[side])
+
+    def num_owned(self, side: Placement) -> int:
+        """Blocks of the requests that are on this side, those not counted that they have left."""
+        return self._total[side] - len(self._free[side]) - self._num_leaving[side]
+
+    def num_blocks_of(self, request_id: int) -> int:
+        """As many as `owned` lists."""
+        holding = self._holdings.get(request_id)
+        return len(holding.blocks) if holding else 0
+
+    def holds(self, request_id: int, num_tokens: int) -> bool:
+        """Whether the request's blocks have room for so many tokens in all."""
+        return num_tokens <= len(self._holdings[request_id].blocks) * self.block_size
 
     def owners(self) -> set[int]:
         return set(self._holdings)
@@ -85,6 +99,7 @@ class BlockManager:
         if not self.can_move(request_id, target):
             raise ValueError(f"no room on {target.value} for request {request_id}")
         holding.leaving = (holding.side, holding.blocks)
+        self._num_leaving[holding.side] += len(holding.blocks)
         holding.side, count = target, len(holding.blocks)
         holding.blocks = [self._free[target].pop() for _ in range(count)]
         return tuple(holding.blocks)
@@ -95,6 +110,7 @@ class BlockManager:
         assert holding.leaving is not None, f"request {request_id} is not moving"
         side, blocks = holding.leaving
         holding.leaving = None
+        self._num_leaving[side] -= len(blocks)
         self._free[side].extend(reversed(blocks))
 
     def free(self, request_id: int) -> None:

@@ -17,6 +17,8 @@ POLICIES: dict[str, str] = {
     "neo": "swiftapex.policies.neo:Neo",
     "apex": "swiftapex.policies.apex:Apex",
     "fastdecode": "swiftapex.policies.fastdecode:FastDecode",
+    "rho": "swiftapex.policies.rho:Rho",
+    "model_based": "swiftapex.policies.model_based:ModelBased",
 }
 FIXED_PREFIX = "fixed:"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swiftapex.core.plan import StepPlan
-from swiftapex.cost_model import CostModel, Load, asymmetric_us
+from swiftapex.cost_model import CostModel, asymmetric_us
 from swiftapex.policies.base import Policy
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch
 from swiftapex.scheduler.cpu_tier import add_cpu_halves, cpu_decodes
@@ -22,5 +22,5 @@ class FastDecode(Policy):
         add_gpu_decodes(state, first, demote=False)
         add_cpu_halves(state, first, second, cpu_decodes(state))
         add_prefill(state, first, cpu_first(state))
-        predicted = asymmetric_us(cost_model, Load.of(first.rows), Load.of(second.rows))
+        predicted = asymmetric_us(cost_model, first.load, second.load)
         return state.step_plan("symmetric", [first, second], predicted_us=predicted)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import Placement
-from swiftapex.cost_model import CostModel, Load, asymmetric_us, gpu_only_us
+from swiftapex.cost_model import CostModel, asymmetric_us, gpu_only_us
 from swiftapex.policies.base import Policy
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.compose import add_gpu_decodes, gpu_batch, main_batch, promote
@@ -70,7 +70,7 @@ class Fixed(Policy):
 
     def _gpu_only(self, state: SchedulerState, cost: CostModel) -> StepPlan:
         batch = gpu_batch(state)
-        predicted = gpu_only_us(cost, Load.of(batch.rows))
+        predicted = gpu_only_us(cost, batch.load)
         return state.step_plan(self.pipeline, [batch], predicted_us=predicted)
 
     def _one(self, state: SchedulerState, cost: CostModel) -> StepPlan:
@@ -79,10 +79,10 @@ class Fixed(Policy):
             take_cpu_decode(state, batch, request)
         add_gpu_decodes(state, batch, demote=True)
         promote(state, batch)
-        for request in cpu_decodes(state):
+        for request in list(cpu_decodes(state)):
             take_cpu_decode(state, batch, request)
         add_prefill(state, batch, gpu_first(state, never_full))
-        load = Load.of(batch.rows)
+        load = batch.load
         on_cpu = cost.num_layers * cost.cpu_attention_us(load.cpu_tokens)  # nothing hides it
         predicted = gpu_only_us(cost, load) + on_cpu
         return state.step_plan(self.pipeline, [batch], predicted_us=predicted)
@@ -96,7 +96,7 @@ class Fixed(Policy):
         forced = max(1, len(state.overdue(waiting)))
         split = split_for(state, cost, first, second, waiting, forced)
         add_split(state, (first, second), waiting, split)
-        predicted = asymmetric_us(cost, Load.of(first.rows), Load.of(second.rows))
+        predicted = asymmetric_us(cost, first.load, second.load)
         return state.step_plan(self.pipeline, [first, second], predicted_us=predicted)
 
     def _halves(self, state: SchedulerState, cost: CostModel) -> StepPlan:
@@ -105,7 +105,7 @@ class Fixed(Policy):
         promote(state, first)
         add_cpu_halves(state, first, second, cpu_decodes(state))
         add_prefill(state, first, gpu_first(state, never_full))
-        predicted = asymmetric_us(cost, Load.of(first.rows), Load.of(second.rows))
+        predicted = asymmetric_us(cost, first.load, second.load)
         return state.step_plan(self.pipeline, [first, second], predicted_us=predicted)
 
     def _cohorts(self, state: SchedulerState, cost: CostModel) -> StepPlan:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from swiftapex.core.plan import StepPlan
-from swiftapex.cost_model import CostModel, Load, asymmetric_us, gpu_only_us
+from swiftapex.cost_model import CostModel
 from swiftapex.policies.base import Policy
+from swiftapex.scheduler.candidates import (
+    ASYMMETRIC,
+    EQUATION_5,
+    GPU_ONLY,
+    against_gpu_only,
+    candidates,
+    times,
+    two_batches_us,
+)
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
 from swiftapex.scheduler.cpu_tier import cpu_decodes
 from swiftapex.scheduler.prefill import add_prefill, full_for_split, gpu_first
@@ -33,9 +42,11 @@ class Neo(Policy):
         # 5. Not so many chunks of prompts bound for the CPU that it idles.
         split = trim_swap_out(state, cost_model, first, split)
         # 6. Two batches, or the GPU's alone.
+        found = candidates(state, cost_model, first, split, rows=0)
+        sides = against_gpu_only(found, EQUATION_5, ASYMMETRIC)
         if not overdue and not split_wins(state, cost_model, first, split):
-            alone = gpu_only_us(cost_model, Load.of(first.rows))
-            return state.step_plan("sequential", [first], predicted_us=alone)
+            alone = found[GPU_ONLY].us if GPU_ONLY in found else 0.0
+            return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)
         add_split(state, (first, second), waiting, split)
-        predicted = asymmetric_us(cost_model, Load.of(first.rows), Load.of(second.rows))
-        return state.step_plan("asymmetric", [first, second], predicted_us=predicted)
+        predicted = two_batches_us(state, cost_model, first.load, second.load)
+        return state.step_plan(ASYMMETRIC, [first, second], (), predicted, times(found), sides)

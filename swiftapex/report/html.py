@@ -13,7 +13,7 @@ from swiftapex.report.files import RunResult
 from swiftapex.report.metrics import DEFINITIONS
 from swiftapex.report.table import duration
 from swiftapex.report.timeline import CAPTIONS, pipeline_picture
-from swiftapex.report.words import fastest, label, same_outputs, what_happened
+from swiftapex.report.words import fastest, label, same_outputs, what_happened, why
 
 _SAMPLES = 4
 _DETAILED_RUNS = 12  # runs with plots of their own; a large sweep has more runs than that
@@ -92,6 +92,7 @@ def _details(result: RunResult) -> dict[str, Any]:
     return {
         "title": label(result.summary()),
         "words": what_happened(result.log.iterations),
+        "why": why(result.log.iterations),
         "plots": _run_plots(result),
         "pictures": [
             (CAPTIONS.get(s.pipeline, s.pipeline), plots.figure_svg(pipeline_picture(s)))
@@ -104,11 +105,16 @@ def _details(result: RunResult) -> dict[str, Any]:
 def _run_plots(result: RunResult) -> list[tuple[str, str]]:
     if not result.log.iterations:
         return []
-    return [
+    found = [
         ("Batch composition", plots.batch_composition(result)),
         ("Requests", plots.requests(result)),
         ("Block use", plots.block_use(result)),
     ]
+    if plots.has_predictions(result):
+        found.append(("Predicted against measured time", plots.prediction_error(result)))
+    if any(record.candidates_us for record in result.log.iterations):
+        found.append(("Strategies weighed", plots.choice(result)))
+    return found
 
 
 def _number(value: float | None, digits: int = 1) -> str:

@@ -137,6 +137,49 @@ def requests(result: RunResult) -> str:
     return _svg(draw, height=2.6)
 
 
+def has_predictions(result: RunResult) -> bool:
+    return any(r.predicted_us is not None for r in result.log.iterations)
+
+
+def prediction_error(result: RunResult) -> str:
+    """Predicted over measured time of each iteration, a colour per pipeline."""
+
+    def draw(axes: Axes) -> None:
+        records = [r for r in result.log.iterations if r.predicted_us and r.duration_us > 0]
+        for name in dict.fromkeys(record.pipeline for record in records):
+            mine = _thinned([record for record in records if record.pipeline == name])
+            ratios = [record.predicted_us / record.duration_us for record in mine]
+            axes.plot([record.index for record in mine], ratios, ".", markersize=3, label=name)
+        axes.axhline(1.0, color="gray", linewidth=0.8)
+        axes.set_yscale("log")
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("predicted / measured")
+        axes.legend(loc="best", fontsize="small")
+
+    return _svg(draw, height=2.4)
+
+
+def choice(result: RunResult) -> str:
+    """Predicted time of each strategy that was weighed, and which one ran."""
+
+    def draw(axes: Axes) -> None:
+        records = _thinned([r for r in result.log.iterations if r.candidates_us])
+        names = dict.fromkeys(name for record in records for name in record.candidates_us)
+        for name in names:
+            mine = [record for record in records if name in record.candidates_us]
+            times = [1e-3 * record.candidates_us[name] for record in mine]
+            (line,) = axes.plot([r.index for r in mine], times, linewidth=0.8, label=name)
+            ran = [(r.index, t) for r, t in zip(mine, times, strict=True) if r.pipeline == name]
+            color = line.get_color()
+            axes.plot([i for i, _ in ran], [t for _, t in ran], "o", color=color, markersize=3)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("predicted ms; dots: it ran")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small")
+
+    return _svg(draw, height=2.6)
+
+
 def block_use(result: RunResult) -> str:
     """Share of KV blocks in use after each iteration, per side that has any."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftapex.core.records import IterationRecord
 
+_GPU_ONLY = "sequential"
 _PIPELINES = {
     "sequential": "sequentially",
     "asymmetric": "with asymmetric pipelining",
@@ -40,6 +42,41 @@ def what_happened(iterations: Sequence[IterationRecord]) -> str:
         f"{which}; {on_cpu:,} of {counted(decodes, 'decoded token')} "
         f"had their attention on the CPU; {_events(moves, 'moved between the sides')}, "
         f"{_events(preemptions, 'preempted')}."
+    )
+
+
+def why(iterations: Sequence[IterationRecord]) -> str | None:
+    """Why the CPU was used or was not: what the policy weighed. None where it weighed nothing."""
+    weighed = [record for record in iterations if record.candidates_us]
+    if not weighed:
+        return None
+    no_choice = [r for r in weighed if set(r.candidates_us or ()) <= {_GPU_ONLY}]
+    sentences = []
+    if no_choice:
+        sentences.append(
+            f"In {counted(len(no_choice), 'iteration')} there was nothing that the CPU could have "
+            "decoded in time, so that the GPU ran alone."
+        )
+    for words in dict.fromkeys(r.inequality.words for r in weighed if r.inequality):
+        mine = [r for r in weighed if r.inequality is not None and r.inequality.words == words]
+        sentences.append(_held(words, mine))
+    forced = [r for r in weighed if r.pipeline != _GPU_ONLY and _GPU_ONLY not in r.candidates_us]  # type: ignore[operator]
+    if forced:
+        sentences.append(
+            f"{counted(len(forced), 'iteration')} had no GPU rows, so that there was no GPU-only."
+        )
+    return " ".join(sentences)
+
+
+def _held(words: str, records: Sequence[IterationRecord]) -> str:
+    """How often an inequality held, its sides, and what then ran."""
+    sides = [(r.inequality.left, r.inequality.right) for r in records if r.inequality]
+    held = sum(left > right for left, right in sides)
+    with_cpu = sum(record.pipeline != _GPU_ONLY for record in records)
+    left, right = (statistics.median(side) for side in zip(*sides, strict=True))
+    return (
+        f"{words[0].upper()}{words[1:]}: this held in {held:,} of {counted(len(records), 'case')} "
+        f"(medians {left:.3g} against {right:.3g}), and the CPU was used in {with_cpu:,} of them."
     )
 
 

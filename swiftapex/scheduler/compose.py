@@ -31,21 +31,31 @@ def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> N
     The oldest request never yields and fits alone, so that it always advances: every request ends.
     """
     coming = 0  # blocks that moves of this plan leave, not yet promised to a waiting decode
-    for request in state.decoding(Placement.GPU):
-        if batch.room == 0:
+    requests = state.decoding(Placement.GPU)
+    while requests and batch.room:
+        added = state.add_decodes(batch, requests)
+        request, requests = requests[added:][:1], requests[added + 1 :]
+        if not request or batch.room == 0:
             break
-        while state.is_free(request) and not state.has_block(request):
-            if coming:
-                coming -= 1
-                break
-            victim = _newest(state, Placement.GPU)
-            if demote and _can_demote(state, victim):
-                coming += len(state.blocks.owned(victim.request_id)) - 1
-                state.move(victim, Placement.CPU)
-                break
-            state.preempt(victim)
-        if state.is_free(request) and state.has_block(request):
-            state.add_decode(batch, request)
+        coming = _make_room(state, request[0], demote, coming)
+        requests = [r for r in (*request, *requests) if state.is_free(r)]
+        if request[0] in requests[:1] and not state.has_block(request[0]):
+            requests.pop(0)  # waits for what is coming
+
+
+def _make_room(state: SchedulerState, request: Request, demote: bool, coming: int) -> int:
+    """Makes others yield until this GPU decode has a block, or is promised one of the `coming`;
+    returns how many are coming then. It may be the one that yields."""
+    while state.is_free(request) and not state.has_block(request):
+        if coming:
+            return coming - 1
+        victim = _newest(state, Placement.GPU)
+        if demote and _can_demote(state, victim):
+            coming += state.blocks.num_blocks_of(victim.request_id) - 1
+            state.move(victim, Placement.CPU)
+            return coming
+        state.preempt(victim)
+    return coming
 
 
 def _newest(state: SchedulerState, side: Placement) -> Request:
@@ -58,7 +68,7 @@ def _newest(state: SchedulerState, side: Placement) -> Request:
 def _can_demote(state: SchedulerState, request: Request) -> bool:
     """Whether the CPU has room, with one more block for each request there: a demotion that makes
     another request recompute gains nothing."""
-    need = len(state.blocks.owned(request.request_id)) + state.running_on(Placement.CPU) + 1
+    need = state.blocks.num_blocks_of(request.request_id) + state.running_on(Placement.CPU) + 1
     fits = need <= state.blocks.num_free(Placement.CPU)
     return fits and state.can_move(request, Placement.CPU)
 
@@ -73,15 +83,24 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
     on_gpu = state.running_on(Placement.GPU)
     if state.blocks.num_free(Placement.GPU) <= on_gpu:
         return
+    oldest = state.oldest_cpu_decode
+    if oldest is None or (
+        state.fits_alone(oldest, Placement.GPU) and not _fits_beside(state, oldest, on_gpu + 1)
+    ):
+        return
     for request in state.decoding(Placement.CPU):
         if not state.fits_alone(request, Placement.GPU):
             continue
         on_gpu += 1
-        need = len(state.blocks.owned(request.request_id)) + on_gpu
-        fits = need <= state.blocks.num_free(Placement.GPU)
-        if not fits or on_gpu > batch.limits.max_batch_size:
+        if not _fits_beside(state, request, on_gpu) or on_gpu > batch.limits.max_batch_size:
             break
         state.move(request, Placement.GPU)
+
+
+def _fits_beside(state: SchedulerState, request: Request, on_gpu: int) -> bool:
+    """Whether the GPU has the request's blocks, and one more for each of `on_gpu` requests."""
+    need = state.blocks.num_blocks_of(request.request_id) + on_gpu
+    return need <= state.blocks.num_free(Placement.GPU)
 
 
 def gpu_batch(state: SchedulerState) -> BatchDraft:
@@ -91,7 +110,7 @@ def gpu_batch(state: SchedulerState) -> BatchDraft:
     for request in state.prefilling():
         state.add_chunk(batch, request, batch.room)
     while batch.room > 0 and state.queue.num_waiting:
-        request = state.queue.waiting[0]
+        request = state.queue.first_waiting
         full = state.queue.num_running >= state.limits.max_batch_size
         if full or not state.can_start(request, Placement.GPU):
             break

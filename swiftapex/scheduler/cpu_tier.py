@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from swiftapex.core.request import Placement, Request
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.draft import BatchDraft
+from swiftapex.scheduler.index import Lazily
 from swiftapex.scheduler.state import SchedulerState
 
 
-def cpu_decodes(state: SchedulerState) -> list[Request]:
+def cpu_decodes(state: SchedulerState) -> Lazily:
     """CPU decodes at a token boundary, least recently served first, older ones before younger.
     Those that are overdue (`SchedulerState.overdue`) come first, therefore."""
-    return sorted(state.decoding(Placement.CPU), key=lambda r: (r.last_served, r.request_id))
+    return state.cpu_decodes()
 
 
 def take_cpu_decode(state: SchedulerState, batch: BatchDraft, request: Request) -> bool:
@@ -38,13 +37,24 @@ def take_cpu_decode(state: SchedulerState, batch: BatchDraft, request: Request) 
     return True
 
 
+def take_cpu_decodes(state: SchedulerState, batch: BatchDraft, requests: Lazily, most: int) -> None:
+    """`take_cpu_decode` for requests in order, until `most` are in the batch."""
+    if state.blocks.num_free(Placement.CPU) >= most:  # nobody has to yield
+        state.add_decodes(batch, requests.first(most))
+        return
+    for request in list(requests):
+        if batch.num_rows >= most:
+            break
+        take_cpu_decode(state, batch, request)
+
+
 def add_cpu_halves(
-    state: SchedulerState, first: BatchDraft, second: BatchDraft, requests: Sequence[Request]
+    state: SchedulerState, first: BatchDraft, second: BatchDraft, requests: Lazily
 ) -> None:
     """CPU decodes in turn into the sub-batch that holds fewer of them."""
     halves = [first, second]
     counts = [len(half.cpu_decodes) for half in halves]
-    for request in requests:
+    for request in list(requests):
         fewer = 0 if counts[0] <= counts[1] else 1
         for half in (fewer, 1 - fewer):
             if take_cpu_decode(state, halves[half], request):
@@ -59,19 +69,19 @@ def cohort_rows(state: SchedulerState, setting: int | None) -> int:
     layers. A cohort takes at most half of a batch, beside the GPU rows. Overdue requests start at
     once, in a cohort beyond the wanted number if need be.
     """
-    idle = state.decoding(Placement.CPU)
+    idle = state.num_idle
     on_cpu = state.num_decoding(Placement.CPU)
     wanted = cohorts_wanted(on_cpu, setting)
-    overdue = len(state.overdue(idle))
+    overdue = len(state.overdue(state.cpu_decodes()))
     if not idle or (len(state.cohorts) >= wanted and not overdue):
         return 0
-    return max(1, min(len(idle), -(-on_cpu // wanted), _half_batch(state)))
+    return max(1, min(idle, -(-on_cpu // wanted), _half_batch(state)))
 
 
 def cohort_reserve(state: SchedulerState, rows: int) -> int:
     """Rows that the main batch keeps free for a new cohort of `rows`. Batches of a single row
     serve the GPU first, until a CPU request is overdue."""
-    if rows <= _half_batch(state) or state.overdue(state.decoding(Placement.CPU)):
+    if rows <= _half_batch(state) or state.overdue(state.cpu_decodes()):
         return rows
     return 0
 
@@ -84,10 +94,7 @@ def new_cohort(state: SchedulerState, main: BatchDraft, rows: int) -> BatchDraft
     """A cohort of at most `rows` CPU decodes, least recently served first. It goes through the
     first layer together with the main batch, and shares its limits."""
     limits = state.limits
-    room = min(limits.max_batch_size - len(main.rows), limits.max_tokens_in_batch - main.num_tokens)
+    room = min(limits.max_batch_size - main.num_rows, limits.max_tokens_in_batch - main.num_tokens)
     cohort = state.new_batch()
-    for request in cpu_decodes(state):
-        if len(cohort.rows) >= min(rows, room):
-            break
-        take_cpu_decode(state, cohort, request)
+    take_cpu_decodes(state, cohort, cpu_decodes(state), max(0, min(rows, room)))
     return cohort

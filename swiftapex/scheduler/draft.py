@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 
 from swiftapex.core.plan import Row, SubBatch, row_order
-from swiftapex.core.request import Placement
+from swiftapex.cost_model import Load
+
+_NUM_KINDS = 4  # of rows, as `row_order` numbers them
+_GPU_DECODES, _GPU_CHUNKS, _STAGED_CHUNKS, _CPU_DECODES = range(_NUM_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,38 +25,88 @@ class Limits:
     max_skipped: int = 64
 
 
-@dataclass
 class BatchDraft:
-    limits: Limits
-    rows: list[Row] = field(default_factory=list)
-    num_tokens: int = 0
+    """Rows by kind, in the order in which they were added, and their load so far."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.num_rows = 0
+        self.num_tokens = 0
+        self._kinds: tuple[list[Row], ...] = tuple([] for _ in range(_NUM_KINDS))
+        self._read = [0] * _NUM_KINDS  # tokens of KV that the decodes of a kind read
 
     @property
     def room(self) -> int:
         """Tokens that still fit; 0 once all rows are taken."""
-        if len(self.rows) >= self.limits.max_batch_size:
+        if self.num_rows >= self.limits.max_batch_size:
             return 0
         return max(0, self.limits.max_tokens_in_batch - self.num_tokens)
 
     @property
+    def row_room(self) -> int:
+        """Decodes that still fit."""
+        return max(0, min(self.limits.max_batch_size - self.num_rows, self.room))
+
+    @property
+    def rows(self) -> list[Row]:
+        """In the order of `row_order`."""
+        return list(self._in_order())
+
+    @property
     def gpu_decodes(self) -> list[Row]:
-        return [r for r in self.rows if r.is_decode and r.placement is Placement.GPU]
+        return self._kinds[_GPU_DECODES]
 
     @property
     def cpu_decodes(self) -> list[Row]:
-        return [r for r in self.rows if r.is_decode and r.placement is Placement.CPU]
+        return self._kinds[_CPU_DECODES]
 
     @property
     def chunks(self) -> list[Row]:
-        return [r for r in self.rows if not r.is_decode]
+        """Those of prompts for the GPU first."""
+        return self._kinds[_GPU_CHUNKS] + self._kinds[_STAGED_CHUNKS]
+
+    @property
+    def staged_chunks(self) -> list[Row]:
+        """Chunks of prompts bound for the CPU."""
+        return self._kinds[_STAGED_CHUNKS]
+
+    @property
+    def load(self) -> Load:
+        """`Load.of` its rows."""
+        return Load(
+            self.num_tokens,
+            self._read[_GPU_DECODES],
+            self._read[_CPU_DECODES],
+            tuple((row.num_tokens, row.start) for row in self.chunks),
+            len(self.gpu_decodes),
+            len(self.cpu_decodes),
+        )
 
     def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.num_tokens += row.num_tokens
+        kind = row_order(row)
+        self._kinds[kind].append(row)
+        self._count(kind, 1, row.num_tokens, row.start + 1)
+
+    def add_decodes(self, rows: list[Row]) -> None:
+        """Decodes of one side."""
+        if rows:
+            kind = row_order(rows[0])
+            self._kinds[kind].extend(rows)
+            self._count(kind, len(rows), len(rows), sum(row.start for row in rows) + len(rows))
 
     def remove(self, row: Row) -> None:
-        self.rows.remove(row)
-        self.num_tokens -= row.num_tokens
+        kind = row_order(row)
+        self._kinds[kind].remove(row)
+        self._count(kind, -1, -row.num_tokens, -(row.start + 1))
 
     def sub_batch(self) -> SubBatch:
-        return SubBatch(tuple(sorted(self.rows, key=row_order)))
+        return SubBatch(tuple(self._in_order()))
+
+    def _in_order(self) -> Iterator[Row]:
+        return chain.from_iterable(self._kinds)
+
+    def _count(self, kind: int, rows: int, tokens: int, read: int) -> None:
+        self.num_rows += rows
+        self.num_tokens += tokens
+        if kind in (_GPU_DECODES, _CPU_DECODES):
+            self._read[kind] += read

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from swiftapex.core.plan import StepPlan
-from swiftapex.cost_model import CostModel, Load, overlap_us, visit_us
+from collections.abc import Mapping
+
+from swiftapex.core.plan import Inequality, StepPlan
+from swiftapex.core.request import Placement
+from swiftapex.cost_model import CostModel, overlap_us, visit_us
 from swiftapex.scheduler.cpu_tier import new_cohort
 from swiftapex.scheduler.draft import BatchDraft
-from swiftapex.scheduler.prefill import cpu_tokens, cut_chunks, overlap_chunk_tokens
+from swiftapex.scheduler.prefill import cut_chunks, overlap_chunk_tokens
 from swiftapex.scheduler.state import SchedulerState
 
 
@@ -16,15 +19,18 @@ def overlap_plan(
     main: BatchDraft,
     rows: int,
     pipeline: str = "async_overlap",
+    candidates_us: Mapping[str, float] | None = None,
+    inequality: Inequality | None = None,
 ) -> StepPlan:
     """The plan of `main`, its chunks cut to what a pass should hold, and a cohort of at most
     `rows` CPU decodes."""
     in_flight = state.num_in_flight + rows
     if in_flight:
-        visit = visit_us(cost, cpu_tokens(state), len(state.cohorts) + bool(rows))
-        keep = overlap_chunk_tokens(cost, Load.of(main.rows), in_flight, visit)
+        cohorts = len(state.cohorts) + bool(rows)
+        visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
+        keep = overlap_chunk_tokens(cost, main.load, in_flight, visit)
         cut_chunks(state, main, main.chunks, keep)
     cohort = new_cohort(state, main, rows)
-    in_flight = state.num_in_flight + len(cohort.rows)
-    predicted = overlap_us(cost, Load.of(main.rows), in_flight)
-    return state.step_plan(pipeline, [main], [cohort], predicted_us=predicted)
+    in_flight = state.num_in_flight + cohort.num_rows
+    predicted = overlap_us(cost, main.load, in_flight, len(state.cohorts) + bool(cohort.num_rows))
+    return state.step_plan(pipeline, [main], [cohort], predicted, candidates_us, inequality)

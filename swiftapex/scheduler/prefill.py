@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from swiftapex.core.plan import Row
 from swiftapex.core.request import Placement, Request
@@ -21,7 +22,7 @@ def add_prefill(state: SchedulerState, batch: BatchDraft, place: Place) -> None:
     for request in state.prefilling():
         state.add_chunk(batch, request, batch.room)
     while batch.room > 0 and state.queue.num_waiting:
-        request = state.queue.waiting[0]
+        request = state.queue.first_waiting
         placement = place(batch, request)
         if placement is None:
             break
@@ -29,14 +30,16 @@ def add_prefill(state: SchedulerState, batch: BatchDraft, place: Place) -> None:
         state.add_chunk(batch, request, batch.room)
 
 
-def gpu_first(state: SchedulerState, cpu_full: CpuFull) -> Place:
+def gpu_first(state: SchedulerState, cpu_full: CpuFull, keep_busy: bool = True) -> Place:
     """To the GPU, unless an older CPU request waits for that place; else to the CPU, unless the
-    CPU is full."""
+    CPU is full. One that holds nothing takes a request even so, unless told not to `keep_busy`:
+    then only one that the GPU could never hold."""
 
     def place(batch: BatchDraft, request: Request) -> Placement | None:
         if _gpu_has_room(state, batch, request) and not _older_waits(state, request):
             return Placement.GPU
         idle = state.running_on(Placement.CPU) == 0
+        idle = idle and (keep_busy or not state.fits_alone(request, Placement.GPU))
         if _cpu_has_room(state, request) and (idle or not cpu_full(batch, request)):
             return Placement.STAGING
         return None
@@ -59,12 +62,8 @@ def _older_waits(state: SchedulerState, request: Request) -> bool:
     """Whether an older CPU request that is not in flight would rather be on the GPU; it may have a
     row in this plan."""
     return any(
-        r.placement is Placement.CPU
-        and r.request_id < request.request_id
-        and not r.in_flight
-        and r.is_decoding
-        and state.fits_alone(r, Placement.GPU)
-        for r in state.queue.running
+        r.request_id < request.request_id and state.fits_alone(r, Placement.GPU)
+        for r in state.idle_on_cpu
     )
 
 
@@ -79,33 +78,23 @@ def _cpu_has_room(state: SchedulerState, request: Request) -> bool:
     leave a CPU pool idle that is no larger than the GPU's."""
     if state.staging_blocks_left == 0 or not state.can_start(request, Placement.STAGING):
         return False
-    on_gpu = sum(
-        len(state.blocks.owned(r.request_id))
-        for r in state.queue.running
-        if r.placement is Placement.GPU
-    )
+    on_gpu = state.blocks.num_owned(Placement.GPU)
     kept = min(on_gpu, state.blocks.num_total(Placement.CPU) // 2)
     spare = state.running_on(Placement.CPU)
     need = state.blocks.blocks_for(request.num_tokens) + spare + kept
     return need <= state.blocks.num_free(Placement.CPU)
 
 
-def cpu_tokens(state: SchedulerState) -> int:
-    """Tokens of KV that one visit of all CPU requests reads."""
-    running = state.queue.running
-    return sum(r.num_tokens for r in running if r.placement is not Placement.GPU)
-
-
 def full_for_split(state: SchedulerState, cost: CostModel) -> CpuFull:
     """Asymmetric: the CPU is full once attending for all its requests takes the whole cycle."""
 
     def full(batch: BatchDraft, request: Request) -> bool:
-        tokens = cpu_tokens(state) + request.num_tokens
+        tokens = state.cpu_tokens + request.num_tokens
         count = state.running_on(Placement.CPU) + 1
-        load = Load.of(batch.rows)
+        load = batch.load
         first = load if load.rows else load.with_rows(1)
         cycle = asymmetric_us(cost, first, Load(rows=count))
-        return cost.num_layers * cost.cpu_attention_us(tokens) >= cycle
+        return cost.num_layers * cost.cpu_attention_us(tokens, count) >= cycle
 
     return full
 
@@ -114,11 +103,12 @@ def full_for_overlap(state: SchedulerState, cost: CostModel, cohorts: int) -> Cp
     """Asynchronous overlap: the CPU is full once one visit of all its requests takes a pass."""
 
     def full(batch: BatchDraft, request: Request) -> bool:
-        tokens = cpu_tokens(state) + request.num_tokens
+        tokens = state.cpu_tokens + request.num_tokens
         count = state.running_on(Placement.CPU) + 1
-        load = Load.of(batch.rows)
-        a_pass = overlap_us(cost, load if load.rows else load.with_rows(1), count)
-        return visit_us(cost, tokens, cohorts) >= a_pass
+        load = batch.load
+        load = load if load.rows else load.with_rows(1)
+        a_pass = overlap_us(cost, load, count, cohorts)
+        return visit_us(cost, tokens, cohorts, count) >= a_pass
 
     return full
 
@@ -156,11 +146,13 @@ def first_chunks(load: Load, tokens: int) -> Load:
             chunks.append((min(count, left), prefix))
         left -= count
     rows = load.without_chunks().rows + tokens
-    return Load(rows, load.gpu_tokens, load.cpu_tokens, tuple(chunks))
+    return replace(load, rows=rows, chunks=tuple(chunks))
 
 
 def most_that(fits: Callable[[int], bool], total: int) -> int:
     """The largest number in [1, total] that fits, by bisection; 1 where none does."""
+    if fits(total):
+        return total
     low, high = 1, max(1, total)
     while low < high:
         middle = (low + high + 1) // 2
@@ -174,10 +166,11 @@ def most_that(fits: Callable[[int], bool], total: int) -> int:
 def cut_chunks(state: SchedulerState, batch: BatchDraft, rows: list[Row], keep_tokens: int) -> None:
     """Shortens these chunks of the batch, the last ones first, to `keep_tokens` in all."""
     excess = sum(row.num_tokens for row in rows) - keep_tokens
-    running = {r.request_id: r for r in state.queue.running}
     for row in reversed(rows):
         if excess <= 0:
             break
         cut = min(excess, row.num_tokens)
-        state.shorten_chunk(batch, row, running[row.request_id], row.num_tokens - cut)
+        request = state.queue.running_request(row.request_id)
+        assert request is not None
+        state.shorten_chunk(batch, row, request, row.num_tokens - cut)
         excess -= cut

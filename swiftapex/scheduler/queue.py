@@ -19,6 +19,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._running_by_id: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -34,6 +35,15 @@ class RequestQueue:
     @property
     def running(self) -> tuple[Request, ...]:
         return tuple(self._running)
+
+    @property
+    def first_waiting(self) -> Request:
+        """The oldest one; there is one."""
+        return self._waiting[0]
+
+    def running_request(self, request_id: int) -> Request | None:
+        """The running request of this id."""
+        return self._running_by_id.get(request_id)
 
     @property
     def num_waiting(self) -> int:
@@ -53,10 +63,11 @@ class RequestQueue:
         self._waiting.pop(0)
         request.state = RequestState.RUNNING
         insort(self._running, request, key=_age)
+        self._running_by_id[request.request_id] = request
 
     def preempt(self, request: Request) -> None:
         """A running request goes back to the waiting ones."""
-        self._running.remove(request)
+        self._stop(request)
         request.state = RequestState.WAITING
         insort(self._waiting, request, key=_age)
 
@@ -65,7 +76,7 @@ class RequestQueue:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         elif request.state is RequestState.RUNNING:
-            self._running.remove(request)
+            self._stop(request)
         request.state = RequestState.FINISHED
 
     def check_integrity(self) -> None:
@@ -76,3 +87,8 @@ class RequestQueue:
             ids = [r.request_id for r in requests]
             assert ids == sorted(set(ids)), "requests are out of order"
         assert not set(self.waiting) & set(self.running)
+        assert self._running_by_id == {r.request_id: r for r in self._running}
+
+    def _stop(self, request: Request) -> None:
+        self._running.remove(request)
+        del self._running_by_id[request.request_id]

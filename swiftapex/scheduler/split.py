@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
     CostModel,
     Load,
     asymmetric_us,
+    cpu_side_attention_us,
+    gpu_halves_us,
     gpu_only_us,
     gpu_side_attention_us,
     overlap_tokens,
-    spare_us,
 )
 from swiftapex.scheduler.cpu_tier import take_cpu_decode
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.equations import asymmetric_wins
+from swiftapex.scheduler.index import Lazily
 from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
+
+_LOOK_ON = 32  # candidates that are looked at after the last one that fitted
+_TOGETHER = 32  # of so many that were taken, a group of one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Split:
 def choose_split(
     cost: CostModel,
     main: Load,
-    contexts: Sequence[int],
+    contexts: Iterable[int],
     rooms: tuple[int, int],
     forced: int = 0,
 ) -> Split:
@@ -46,33 +52,104 @@ def choose_split(
 
     Each goes where the CPU has more time left (`spare_us`), and only if that stays >= 0: then its
     attention is hidden behind the GPU's work. One that does not fit is left out, with all that are
-    longer. The first `forced` are taken even if they are not hidden. Without rows in `main`
-    there is nothing to hide behind, and all are taken in two halves.
+    longer; the search ends where 32 in a row were. With n taken, n / 32 more are tried together,
+    which saves time and is as fine. The first `forced` are taken even if they are not hidden.
+    Without rows in `main` there is nothing to hide behind, and all are taken in two halves.
     """
-    loads, picks = [main, Load()], ([], [])  # type: tuple[list[Load], tuple[list[int], list[int]]]
+    halves = _Halves(cost, main, rooms)
+    candidates = enumerate(contexts)
+    if main.rows == 0:
+        halves.share_out(candidates)
+        return halves.split()
+    for one in islice(candidates, forced):
+        halves.take([one], must=True)
     left_out = float("inf")  # tokens of the shortest one that did not fit
-    for index, tokens in enumerate(contexts):
-        must = index < forced or main.rows == 0
-        if not must and tokens >= left_out:
+    since = 0  # candidates looked at since one was taken
+    for one in candidates:
+        group = [one, *islice(candidates, 0 if since else halves.count // _TOGETHER)]
+        if len(group) > 1 and halves.take(group):
             continue
-        options = []
-        for half in (1, 0):
-            if len(picks[half]) < rooms[half]:
-                after = loads.copy()
-                after[half] = loads[half].with_cpu_decode(tokens)
-                options.append((spare_us(cost, *after)[half], half, after))
-        if not options:
+        for one in group:
+            since += 1
+            if one[1] < left_out:
+                if halves.take([one]):
+                    since = 0
+                else:
+                    left_out = one[1]
+        if since >= _LOOK_ON or halves.are_full:
             break
-        if main.rows == 0:
-            spare, half, after = min(options, key=lambda o: loads[o[1]].cpu_tokens)
-        else:
-            spare, half, after = max(options, key=lambda o: o[0])
-        if spare < 0 and not must:
-            left_out = tokens
-            continue
-        loads = after
-        picks[half].append(index)
-    return Split((tuple(picks[0]), tuple(picks[1])), (loads[0], loads[1]))
+    return halves.split()
+
+
+class _Halves:
+    """Two sub-batches that take in CPU decodes, and what the GPU does beside their attention."""
+
+    def __init__(self, cost: CostModel, main: Load, rooms: tuple[int, int]) -> None:
+        self._cost = cost
+        self._main = main
+        self._rooms = list(rooms)
+        self._picks: tuple[list[int], list[int]] = ([], [])
+        self._tokens, self._counts = [main.cpu_tokens, 0], [main.cpu_requests, 0]
+        self._gpu_attention = gpu_side_attention_us(cost, main)
+        self._linear = [self._linear_us(0), self._linear_us(1)]
+
+    @property
+    def are_full(self) -> bool:
+        return max(self._rooms) <= 0
+
+    @property
+    def count(self) -> int:
+        """Candidates taken so far."""
+        return len(self._picks[0]) + len(self._picks[1])
+
+    def take(self, group: Sequence[tuple[int, int]], must: bool = False) -> bool:
+        """Puts a group of candidates, (index, tokens) each, where the CPU has more time left: if it
+        has any for them, or they `must`."""
+        more, count = sum(tokens for _, tokens in group), len(group)
+        # T_l0 hides what the CPU does for the second half, T_l1 + T_ga0 what it does for the first.
+        beside = (self._linear[1] + self._gpu_attention, self._linear[0])
+        best, spare = -1, 0.0
+        for half in (1, 0):
+            if count <= self._rooms[half]:
+                attention = self._cost.cpu_attention_us(
+                    self._tokens[half] + more, self._counts[half] + count
+                )
+                left = beside[half] - attention
+                if best < 0 or left > spare:
+                    best, spare = half, left
+        if best < 0 or (spare < 0 and not must):
+            return False
+        self._put(best, [index for index, _ in group], more)
+        self._linear[best] = self._linear_us(best)
+        return True
+
+    def share_out(self, candidates: Iterable[tuple[int, int]]) -> None:
+        """All candidates that there is room for, each to the half that reads fewer tokens."""
+        for index, tokens in candidates:
+            open_halves = [half for half in (1, 0) if self._rooms[half] > 0]
+            if not open_halves:
+                break
+            self._put(min(open_halves, key=self._tokens.__getitem__), [index], tokens)
+
+    def split(self) -> Split:
+        (first, second), main = self._picks, self._main
+        added = self._tokens[0] - main.cpu_tokens
+        loads = (
+            main.with_cpu_decodes(added, len(first)),
+            Load().with_cpu_decodes(self._tokens[1], len(second)),
+        )
+        return Split((tuple(first), tuple(second)), loads)
+
+    def _put(self, half: int, indices: list[int], tokens: int) -> None:
+        self._picks[half].extend(indices)
+        self._rooms[half] -= len(indices)
+        self._tokens[half] += tokens
+        self._counts[half] += len(indices)
+
+    def _linear_us(self, half: int) -> float:
+        """T_l of a half with all that it holds now, its hand-off included."""
+        rows = len(self._picks[half]) + (self._main.rows if half == 0 else 0)
+        return self._cost.linear_us(rows) + self._cost.hand_off_us(self._counts[half])
 
 
 def split_for(
@@ -80,26 +157,25 @@ def split_for(
     cost: CostModel,
     first: BatchDraft,
     second: BatchDraft,
-    requests: Sequence[Request],
+    requests: Lazily,
     forced: int,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
-    contexts = [request.num_tokens for request in requests]
-    return choose_split(cost, Load.of(first.rows), contexts, (_rows(first), _rows(second)), forced)
-
-
-def _rows(batch: BatchDraft) -> int:
-    """Decodes that the batch still has room for."""
-    return min(batch.limits.max_batch_size - len(batch.rows), batch.room)
+    contexts = (request.num_computed + 1 for request in requests)  # = num_tokens: they decode
+    return choose_split(cost, first.load, contexts, (first.row_room, second.row_room), forced)
 
 
 def add_split(
     state: SchedulerState,
     drafts: tuple[BatchDraft, BatchDraft],
-    requests: Sequence[Request],
+    requests: Lazily,
     split: Split,
 ) -> None:
     """Puts the chosen CPU decodes into the drafts, in the order of `requests`."""
+    if state.blocks.num_free(Placement.CPU) >= split.count:  # nobody has to yield
+        for draft, picks in zip(drafts, split.picks, strict=True):
+            state.add_decodes(draft, [requests[index] for index in picks])
+        return
     half_of = {index: half for half in (0, 1) for index in split.picks[half]}
     for index in sorted(half_of):
         take_cpu_decode(state, drafts[half_of[index]], requests[index])
@@ -112,17 +188,24 @@ def split_wins(state: SchedulerState, cost: CostModel, first: BatchDraft, split:
     A chunk counts as its share of the request's tokens. What is parked already rides along with
     either, at 1 / (L + 1) of a token per pass.
     """
-    running = {r.request_id: r for r in state.queue.running}
-    chunks = sum(row.num_tokens / running[row.request_id].num_tokens for row in first.chunks)
-    alone = len(first.gpu_decodes) + chunks
+    alone = gpu_progress(state, first)
     if split.count == 0:
         return False
     if alone == 0:
         return True
     parked = overlap_tokens(cost, state.num_in_flight)
-    main = Load.of(first.rows)
-    two, one = asymmetric_us(cost, *split.loads), gpu_only_us(cost, main)
+    two, one = asymmetric_us(cost, *split.loads), gpu_only_us(cost, first.load)
     return asymmetric_wins(alone + parked, split.count, two, one)
+
+
+def gpu_progress(state: SchedulerState, first: BatchDraft) -> float:
+    """Requests that an iteration of these GPU decodes and chunks serves."""
+    share = 0.0
+    for row in first.chunks:
+        request = state.queue.running_request(row.request_id)
+        assert request is not None
+        share += row.num_tokens / request.num_tokens
+    return len(first.gpu_decodes) + share
 
 
 def trim_swap_out(state: SchedulerState, cost: CostModel, first: BatchDraft, split: Split) -> Split:
@@ -133,24 +216,22 @@ def trim_swap_out(state: SchedulerState, cost: CostModel, first: BatchDraft, spl
     long as the constraints hold, so that the CPU tier grows only while it is too full).
     Unchanged where that would uncover attention beside the second sub-batch.
     """
-    rows = [row for row in first.chunks if row.placement is Placement.STAGING]
+    rows = first.staged_chunks
     staged = sum(row.num_tokens for row in rows)
     if not staged or not split.count:
         return split
     large, small = split.loads
     own = large.rows - staged
-    to_hide = cost.cpu_attention_us(small.cpu_tokens)
+    to_hide = cpu_side_attention_us(cost, small)
     longest = max(to_hide, 2 * cost.linear_us(max(own, 1)))
     keep = most_that(lambda tokens: cost.linear_us(own + tokens) <= longest, staged)
     if keep < staged and cost.linear_us(own + keep) < to_hide:
         keep += 1
     others = sum(row.num_tokens for row in first.chunks) - staged
     trimmed = first_chunks(large, others + keep)
-    beside_second = cost.linear_us(small.rows) + gpu_side_attention_us(cost, trimmed)
-    if keep == staged or beside_second < cost.cpu_attention_us(large.cpu_tokens):
+    _, beside_second = gpu_halves_us(cost, trimmed, small)
+    if keep == staged or beside_second < cpu_side_attention_us(cost, large):
         return split
-    cut_chunks(state, first, rows, keep)
-    kept = Load.of(first.rows)
-    cpu = large.rows - staged - others - len(first.gpu_decodes)
-    merged = Load(kept.rows + cpu, kept.gpu_tokens, large.cpu_tokens, kept.chunks)
+    cut_chunks(state, first, list(rows), keep)
+    merged = first.load.with_cpu_decodes(large.cpu_tokens, large.cpu_requests)
     return Split(split.picks, (merged, small))

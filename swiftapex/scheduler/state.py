@@ -7,13 +7,15 @@ in, and in what order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
-from swiftapex.core.plan import Admission, Move, Row, StepPlan
+from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan
 from swiftapex.core.request import Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.cohorts import CohortBook
 from swiftapex.scheduler.draft import BatchDraft, Limits
+from swiftapex.scheduler.index import Lazily, RequestIndex
 from swiftapex.scheduler.queue import RequestQueue
 
 
@@ -28,6 +30,9 @@ class SchedulerState:
         self.num_preemptions = 0
         self.num_moves = 0
         self.cohorts = CohortBook()
+        self._index = RequestIndex()
+        self._on_gpu = 0  # running requests whose blocks are there
+        self._in_flight: frozenset[int] = frozenset()
         self._planned: set[int] = set()  # requests with a row or a move in the plan being composed
         self._staging_left = limits.staging_blocks
         self._admitted: dict[int, Admission] = {}
@@ -52,29 +57,52 @@ class SchedulerState:
 
     def decoding(self, side: Placement) -> list[Request]:
         """Free requests whose next step is a decode on `side`, oldest first."""
-        return [
-            r
-            for r in self.queue.running
-            if r.placement is side and self.is_free(r) and r.is_decoding
-        ]
+        if side is Placement.GPU:
+            return self._unplanned(self._index.gpu_decodes)
+        return sorted(self.cpu_decodes(), key=lambda r: r.request_id)
+
+    def cpu_decodes(self) -> Lazily:
+        """As `decoding` on the CPU, but least recently served first, older ones before younger. To
+        be read before a request moves, starts or yields."""
+        planned = self._planned
+        return Lazily(r for r in self._index.cpu_decodes if r.request_id not in planned)
+
+    @property
+    def oldest_cpu_decode(self) -> Request | None:
+        """The oldest one that is not in flight; it may have a row in this plan."""
+        return self._index.oldest_cpu_decode
+
+    @property
+    def idle_on_cpu(self) -> Iterable[Request]:
+        """CPU decodes that are not in flight; they may have a row in this plan."""
+        return self._index.cpu_decodes
 
     def prefilling(self) -> list[Request]:
         """Free running requests with tokens still to prefill, oldest first."""
-        return [r for r in self.queue.running if not r.is_decoding and self.is_free(r)]
+        return self._unplanned(self._index.prefills)
 
     def running_on(self, side: Placement) -> int:
         """Running requests whose blocks are on `side`, in flight or not."""
-        on_gpu = sum(r.placement is Placement.GPU for r in self.queue.running)
-        return on_gpu if side is Placement.GPU else self.queue.num_running - on_gpu
+        return self._on_gpu if side is Placement.GPU else self.queue.num_running - self._on_gpu
 
     def num_decoding(self, side: Placement) -> int:
         """Running requests that decode on `side`, in flight or not."""
-        here = (r for r in self.queue.running if r.placement is side)
-        return sum(r.in_flight or r.is_decoding for r in here)
+        on_gpu, on_cpu, in_flight = self._index.counts()
+        return on_gpu if side is Placement.GPU else on_cpu + in_flight
+
+    @property
+    def num_idle(self) -> int:
+        """CPU decodes at a token boundary; they may have a row in this plan."""
+        return self._index.counts()[1]
 
     @property
     def num_in_flight(self) -> int:
-        return sum(r.in_flight for r in self.queue.running)
+        return self._index.counts()[2]
+
+    @property
+    def cpu_tokens(self) -> int:
+        """Tokens of KV that one visit of all CPU requests reads."""
+        return self._index.cpu_tokens
 
     @property
     def anything_in_flight(self) -> bool:
@@ -82,8 +110,10 @@ class SchedulerState:
         return bool(self._draining) or self.num_in_flight > 0
 
     def overdue(self, requests: Iterable[Request]) -> list[Request]:
-        """Those that were left out of the last `max_skipped` iterations."""
-        return [r for r in requests if self.iteration - r.last_served > self.limits.max_skipped]
+        """Those of `requests`, least recently served first, that were left out of the last
+        `max_skipped` iterations."""
+        since = self.iteration - self.limits.max_skipped
+        return list(takewhile(lambda r: r.last_served < since, requests))
 
     @property
     def staging_blocks_left(self) -> int:
@@ -133,6 +163,23 @@ class SchedulerState:
         batch.add(Row(request.request_id, request.placement, request.num_computed, None, True))
         self._serve(request)
 
+    def add_decodes(self, batch: BatchDraft, requests: Sequence[Request]) -> int:
+        """`add_decode` for free requests that decode on one side, in order, until the batch is full
+        or one finds no block; returns how many were added."""
+        rows: list[Row] = []
+        holds, planned = self.blocks.holds, self._planned
+        for request in requests[: batch.row_room]:
+            request_id, position = request.request_id, request.num_computed
+            if not holds(request_id, position + 1):
+                if not self.has_block(request):
+                    break
+                self._note_blocks(request, self.blocks.append(request_id, position + 1))
+            rows.append(Row(request_id, request.placement, position, None, True))
+            planned.add(request_id)
+            request.last_served = self.iteration
+        batch.add_decodes(rows)
+        return len(rows)
+
     def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int) -> int:
         """Adds the next prefill chunk of a running request; returns its tokens (0: no room)."""
         assert self.is_free(request)
@@ -175,6 +222,8 @@ class SchedulerState:
         """The oldest waiting request gets blocks for all tokens that it has now."""
         self.queue.start(request)
         request.placement, request.last_served = placement, self.iteration
+        self._on_gpu += placement is Placement.GPU
+        self._changed(request)
         last_token = request.output_ids[-1] if request.output_ids else 0
         self._admitted[request.request_id] = Admission(
             request.request_id, len(request.prompt_ids), request.sampling, last_token
@@ -185,6 +234,7 @@ class SchedulerState:
     def preempt(self, request: Request) -> None:
         """Frees a request; it will be computed again from its tokens."""
         assert self.is_free(request)
+        self._left(request)
         self.queue.preempt(request)
         request.num_computed = 0
         request.num_preemptions += 1
@@ -206,13 +256,17 @@ class SchedulerState:
         new = self.blocks.begin_move(request_id, target)
         self._moves.append(Move(request_id, source, target, old, new))
         self.num_moves += 1
+        self._on_gpu += 1 if target is Placement.GPU else -1
         request.placement, request.moving = target, True
         self._serve(request)
+        self._changed(request)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, in whatever state, and frees what it owns. The blocks of one that
         is in flight are freed once its cohort has let it go."""
         held = request.state is RequestState.RUNNING
+        if held:
+            self._left(request)
         self.queue.remove(request)
         if request.in_flight:
             self._draining.add(request.request_id)
@@ -228,6 +282,8 @@ class SchedulerState:
         batches: Sequence[BatchDraft],
         cohorts: Sequence[BatchDraft] = (),
         predicted_us: float | None = None,
+        candidates_us: Mapping[str, float] | None = None,
+        inequality: Inequality | None = None,
     ) -> StepPlan:
         """The plan of these batches, with all that the workers have not been told yet."""
         for cohort in cohorts:
@@ -242,6 +298,8 @@ class SchedulerState:
             tuple(self._released),
             tuple(self._dropped),
             predicted_us,
+            dict(candidates_us or {}),
+            inequality,
         )
         for pending in (self._moves, self._released, self._dropped):
             pending.clear()
@@ -255,17 +313,22 @@ class SchedulerState:
         """Books what an executed plan has ended: moves, cohorts, prefills through the staging area.
         The tokens that were computed are booked before, those that were sampled after it."""
         self.cohorts.settle(in_flight)
+        running = self.queue.running_request
         for move in plan.moves:
             self.blocks.finish_move(move.request_id)
-        for request in self.queue.running:
-            request.moving = False
-            request.in_flight = request.request_id in in_flight
-            if request.in_flight:
-                request.last_served = self.iteration
-            if request.placement is Placement.STAGING and (
-                request.is_decoding or request.num_computed == request.num_tokens
-            ):
-                request.placement = Placement.CPU
+            if (request := running(move.request_id)) is not None:
+                request.moving = False
+        for row in (row for b in plan.sub_batches + plan.new_cohorts for row in b.rows):
+            if row.is_decode and row.placement is Placement.GPU:
+                continue  # stays what and where it is
+            if (request := running(row.request_id)) is not None:
+                self._advanced(request)
+        for request_id in self._in_flight ^ in_flight:
+            if (request := running(request_id)) is not None:
+                request.in_flight = request_id in in_flight
+                request.last_served = self.iteration - 1  # until then it was under way
+                self._index.touch(request)
+        self._in_flight = in_flight
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)
             self._release(request_id)
@@ -276,6 +339,31 @@ class SchedulerState:
         self.queue.check_integrity()
         owners = {r.request_id for r in self.queue.running} | self._draining
         assert self.blocks.owners() == owners, "blocks are owned by a request that does not run"
+        running = self.queue.running
+        assert self._on_gpu == sum(r.placement is Placement.GPU for r in running)
+        assert self.num_in_flight == sum(r.in_flight for r in running)
+        on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
+        assert self.cpu_tokens == sum(on_cpu)
+
+    def _unplanned(self, requests: Iterable[Request]) -> list[Request]:
+        planned = self._planned
+        return [r for r in requests if r.request_id not in planned] if planned else list(requests)
+
+    def _advanced(self, request: Request) -> None:
+        """A chunk or a CPU decode of it has been launched."""
+        if request.placement is Placement.STAGING and (
+            request.is_decoding or request.num_computed == request.num_tokens
+        ):
+            request.placement = Placement.CPU
+        self._index.touch(request)
+
+    def _changed(self, request: Request) -> None:
+        self._index.touch(request)
+
+    def _left(self, request: Request) -> None:
+        """A running request is about to run no longer."""
+        self._on_gpu -= request.placement is Placement.GPU
+        self._index.discard(request)
 
     def _serve(self, request: Request) -> None:
         self._planned.add(request.request_id)

@@ -112,6 +112,12 @@ class Worker:
         """Whether `execute` returns while the device still computes."""
         return self._backends.progress is not None
 
+    @property
+    def device_name(self) -> str:
+        """The GPU side's device, as its maker calls it; "cpu" for the host."""
+        device = self._backends.gpu.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Launches one iteration. What is launched later comes after it, its copies included. While

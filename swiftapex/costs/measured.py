@@ -1,0 +1,56 @@
+"""The cost model that reads measured tables."""
+
+from __future__ import annotations
+
+from swiftapex.costs.tables import Curve, Grid, Line, Surface, Tables
+
+_DENSE_ROWS = 4096  # linear stages of up to so many rows are looked up, not interpolated
+
+
+class MeasuredCostModel:
+    """A `CostModel` over what the profiler measured; `costs/tables.py` says how it reads between
+    and beyond the points. What was not measured, for want of a CPU side, costs nothing."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.num_layers = tables.num_layers
+        self._linear = Curve(tables.linear.xs, tables.linear.us)
+        self._dense = self._linear.dense(_DENSE_ROWS)
+        self._iteration = _curve(tables.iteration)
+        self._gpu = _surface(tables.gpu_attention)
+        self._prefill = _surface(tables.prefill_attention)
+        self._cpu = _surface(tables.cpu_attention)
+        self._hand_off = _curve(tables.hand_off)
+        self._copy = _curve(tables.copy)
+        self._host_us = dict(tables.host_us)
+
+    def linear_us(self, rows: int) -> float:
+        return self._dense[rows] if 0 <= rows <= _DENSE_ROWS else self._linear(rows)
+
+    def gpu_attention_us(self, tokens: int, requests: int = 1) -> float:
+        return self._gpu(max(1, requests), tokens) if tokens > 0 and self._gpu else 0.0
+
+    def prefill_attention_us(self, chunk: int, prefix: int) -> float:
+        return self._prefill(chunk, prefix) if self._prefill else 0.0
+
+    def cpu_attention_us(self, tokens: int, requests: int = 1) -> float:
+        return self._cpu(max(1, requests), tokens) if tokens > 0 and self._cpu else 0.0
+
+    def iteration_us(self, completing: int) -> float:
+        return self._iteration(max(1, completing)) if self._iteration else 0.0
+
+    def hand_off_us(self, rows: int) -> float:
+        return self._hand_off(rows) if self._hand_off else 0.0
+
+    def host_us(self, kind: str) -> float:
+        return self._host_us.get(kind, 0.0)
+
+    def copy_us(self, tokens: int) -> float:
+        return self._copy(tokens) if self._copy else 0.0
+
+
+def _curve(line: Line) -> Curve | None:
+    return Curve(line.xs, line.us) if line.xs else None
+
+
+def _surface(grid: Grid) -> Surface | None:
+    return Surface(grid.xs, grid.ys, grid.us) if grid.xs else None

@@ -1,0 +1,157 @@
+"""Measured tables: curves and surfaces of µs, read by interpolation. No torch here.
+
+All are monotone: measured values are raised to the largest of those for less work (times of more
+work that came out shorter are noise), and between them values are interpolated linearly.
+Extrapolation, the same everywhere: below the first point its value holds (a call that does little
+still costs a call), beyond the last one the slope of the last segment goes on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import Any
+
+
+class Curve:
+    """f(x) over x > 0, in µs; 0 where x <= 0."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        assert len(xs) == len(ys) >= 1 and list(xs) == sorted(set(xs)), "xs must increase"
+        self.xs = list(xs)
+        self.ys = list(accumulate((max(0.0, y) for y in ys), max))
+
+    def __call__(self, x: float) -> float:
+        if x <= 0:
+            return 0.0
+        xs, ys = self.xs, self.ys
+        if x <= xs[0] or len(xs) == 1:
+            return ys[0]
+        i = min(bisect_right(xs, x), len(xs) - 1)
+        slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
+        return ys[i - 1] + slope * (x - xs[i - 1])
+
+    def dense(self, last: int) -> list[float]:
+        """f(0), f(1) .. f(last): for whole numbers that are asked for often."""
+        return [self(x) for x in range(last + 1)]
+
+
+class Surface:
+    """f(x, y) over x > 0 and y >= 0: a curve over y for each x of a grid; between two of them,
+    linearly in x. `values[i][j]` belongs to (xs[i], ys[j]); None: not measured, since there is no
+    such work or no room for it. Such a value is taken from its curve's extrapolation."""
+
+    def __init__(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        values: Sequence[Sequence[float | None]],
+    ) -> None:
+        assert len(xs) == len(values) >= 1 and list(xs) == sorted(set(xs)), "xs must increase"
+        self.xs, self.ys = list(xs), list(ys)
+        self.rows: list[list[float]] = []
+        for row in values:
+            known = [(y, v) for y, v in zip(ys, row, strict=True) if v is not None]
+            assert known, "a curve needs a measured point"
+            curve = Curve([y + 1 for y, _ in known], [v for _, v in known])
+            filled = [curve(y + 1) for y in ys]
+            below = self.rows[-1] if self.rows else filled
+            self.rows.append([max(v, least) for v, least in zip(filled, below, strict=True)])
+        self._slopes = list(accumulate((_end_slope(self.ys, row) for row in self.rows), max))
+        # What another step of the last width in x adds, which must not fall in y either.
+        before, last = self.rows[-2:] if len(self.rows) > 1 else (self.rows[0], self.rows[0])
+        self._more = list(accumulate((b - a for a, b in zip(before, last, strict=True)), max))
+        self._more_slope = self._slopes[-1] - self._slopes[max(0, len(self.rows) - 2)]
+
+    def __call__(self, x: float, y: float) -> float:
+        if x <= 0:
+            return 0.0
+        xs, ys, rows, slopes = self.xs, self.ys, self.rows, self._slopes
+        j = bisect_right(ys, y)
+        i = bisect_right(xs, x)
+        if i == 0 or len(xs) == 1:
+            return _read(ys, rows[0], slopes[0], j, y)
+        if i == len(xs):
+            last = _read(ys, rows[-1], slopes[-1], j, y)
+            more = _read(ys, self._more, self._more_slope, j, y)
+            return last + more * (x - xs[-1]) / (xs[-1] - xs[-2])
+        low = _read(ys, rows[i - 1], slopes[i - 1], j, y)
+        high = _read(ys, rows[i], slopes[i], j, y)
+        return low + (high - low) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+
+
+def _read(ys: Sequence[float], values: Sequence[float], slope: float, j: int, y: float) -> float:
+    """Between ys[j - 1] and ys[j]; the first value before them, with `slope` behind them."""
+    if j == 0:
+        return values[0]
+    if j == len(ys):
+        return values[-1] + slope * (y - ys[-1])
+    return values[j - 1] + (values[j] - values[j - 1]) * (y - ys[j - 1]) / (ys[j] - ys[j - 1])
+
+
+def _end_slope(ys: Sequence[float], values: Sequence[float]) -> float:
+    return (values[-1] - values[-2]) / (ys[-1] - ys[-2]) if len(ys) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """What `Curve` is made from, as it is stored."""
+
+    xs: tuple[float, ...] = ()
+    us: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What `Surface` is made from, as it is stored."""
+
+    xs: tuple[float, ...] = ()
+    ys: tuple[float, ...] = ()
+    us: tuple[tuple[float | None, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a profile holds, in µs; of one layer where nothing else is said.
+
+    A linear stage's time holds what an attention call over one token costs besides; attention is
+    what longer contexts add to that. Without a CPU side its tables are empty.
+    """
+
+    num_layers: int
+    linear: Line  # pre- and post-projection over rows
+    iteration: Line  # of a pass: embedding, logits, sampling over completing rows
+    gpu_attention: Grid  # decodes over (requests, tokens of KV in all)
+    prefill_attention: Grid  # one chunk over (tokens, tokens before them)
+    cpu_attention: Grid  # one task over (requests, tokens of KV in all), hand-off included
+    hand_off: Line  # what rows handed to the CPU cost the GPU side besides, over rows
+    copy: Line  # of a move between the sides, all layers, over tokens
+    host_us: Mapping[str, float] = field(default_factory=dict)  # of a pass, per kind of launch
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Tables:
+        """ValueError, KeyError or TypeError where `data` is not what `as_dict` gave."""
+        return Tables(
+            num_layers=int(data["num_layers"]),
+            linear=_line(data["linear"]),
+            iteration=_line(data["iteration"]),
+            gpu_attention=_grid(data["gpu_attention"]),
+            prefill_attention=_grid(data["prefill_attention"]),
+            cpu_attention=_grid(data["cpu_attention"]),
+            hand_off=_line(data["hand_off"]),
+            copy=_line(data["copy"]),
+            host_us={str(k): float(v) for k, v in data["host_us"].items()},
+        )
+
+
+def _line(data: Mapping[str, Any]) -> Line:
+    return Line(tuple(data["xs"]), tuple(data["us"]))
+
+
+def _grid(data: Mapping[str, Any]) -> Grid:
+    return Grid(tuple(data["xs"]), tuple(data["ys"]), tuple(tuple(row) for row in data["us"]))

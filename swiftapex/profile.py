@@ -1,0 +1,170 @@
+"""Shows what work costs on this machine, and measures it anew: `python -m swiftapex.profile`.
+
+    python -m swiftapex.profile EXP.yaml [--run NAME] [--set KEY.PATH=VALUE] [--redo]
+    python -m swiftapex.profile --model llama2-7b --device cuda [--set engine.gpu.sm_count=8]
+
+Looks for the profile of exactly this model, engine and machine, and measures it where there is
+none, or with --redo in any case. Prints its tables and draws them beside it. Exit code 0: done;
+2: the file or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftapex.config.load import load_experiment, parse_section
+from swiftapex.config.overrides import parse_assignment, with_value
+from swiftapex.config.schema import EngineConfig, ModelSection
+from swiftapex.core.errors import ConfigError, ModelLoadError
+from swiftapex.costs.tables import Grid, Line, Tables
+from swiftapex.policies import make_policy
+from swiftapex.profiler import store
+
+if TYPE_CHECKING:
+    from swiftapex.engine.engine import Engine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        model, engine, policy, policy_args = _subject(options)
+        standing = _engine(model, engine, policy, policy_args)
+    except (ConfigError, ModelLoadError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        profiled = standing.profiled
+        fingerprint = profiled.fingerprint()
+        found = None if options.redo else store.find(profiled.folder, fingerprint)
+        if found is None:
+            found = profiled.measure()
+    finally:
+        standing.close()
+    path = store.path_of(profiled.folder, found.fingerprint)
+    print("\n".join(_lines(found)))
+    picture = options.draw or path.with_suffix(".svg")
+    from swiftapex.profiler.draw import draw  # matplotlib takes a second to load
+
+    draw(found.tables, _title(found.fingerprint), picture)
+    print(f"curves: {picture}")
+    print(path)
+    return 0
+
+
+def _engine(
+    model: ModelSection, engine: EngineConfig, policy: str, policy_args: Mapping[str, Any]
+) -> Engine:
+    """Loads torch. It is profiled here, not by itself."""
+    from swiftapex.engine.engine import Engine
+
+    quiet = engine.model_copy(update={"profile": "off"})
+    return Engine(model, quiet, policy=policy, policy_args=policy_args)
+
+
+def _subject(
+    options: argparse.Namespace,
+) -> tuple[ModelSection, EngineConfig, str, Mapping[str, Any]]:
+    """Model, engine, policy and its arguments: of a run of the experiment (the named one, or the
+    first that uses the CPU side), or of the command line."""
+    if (options.experiment is None) == (options.model is None):
+        raise ConfigError("expected either an experiment file or --model")
+    if options.experiment is not None:
+        runs = load_experiment(options.experiment, options.set).runs
+        chosen = [run for run in runs if options.run in (None, run.name)]
+        if not chosen:
+            names = ", ".join(run.name for run in runs)
+            raise ConfigError(f"--run {options.run}: expected one of {names}")
+        with_cpu = (r for r in chosen if make_policy(r.policy, r.policy_args).uses_cpu)
+        run = next(with_cpu, chosen[0])
+        return run.model, run.engine, run.policy, run.policy_args
+    is_path = options.model.startswith("package:") or Path(options.model).exists()
+    data: dict[str, Any] = {"engine": {"device": options.device}}
+    data["model"] = (
+        {"path": options.model}
+        if is_path
+        else {"architecture": options.model, "weights": "dummy", "dtype": options.dtype}
+    )
+    for assignment in options.set:
+        data = with_value(data, *parse_assignment(assignment))
+    return (
+        parse_section(ModelSection, data["model"], "model"),
+        parse_section(EngineConfig, data["engine"], "engine"),
+        "model_based",
+        {},
+    )
+
+
+def _title(fingerprint: Mapping[str, Any]) -> str:
+    model, gpu, cpu = fingerprint["model"], fingerprint["gpu"], fingerprint["cpu"]
+    sms = f", {gpu['sm_count']} multiprocessors" if gpu["sm_count"] else ""
+    threads = ", ".join(f"{count} threads ({side} side)" for side, count in cpu["threads"].items())
+    return (
+        f"{model['family']}, {model['num_layers']} layers, hidden {model['hidden_size']}, "
+        f"{fingerprint['dtype']}; {gpu['name']}{sms}; {cpu['model']}, {threads}"
+    )
+
+
+def _lines(profile: store.Profile) -> list[str]:
+    """The tables in words and numbers."""
+    tables = profile.tables
+    return [
+        _title(profile.fingerprint),
+        f"measured in {profile.seconds:.1f} s; µs of one layer where nothing else is said",
+        *_line("linear stages over rows", tables.linear),
+        *_line("iteration besides its layers, over completing rows", tables.iteration),
+        *_line("hand-off of rows to the CPU", tables.hand_off),
+        *_line("copy between the sides (all layers) over tokens", tables.copy),
+        *_grid("GPU decode attention", "requests", "tokens", tables.gpu_attention),
+        *_grid("prefill attention", "chunk", "prefix", tables.prefill_attention),
+        *_grid("CPU decode attention", "requests", "tokens", tables.cpu_attention),
+        *_host(tables),
+    ]
+
+
+def _line(name: str, line: Line) -> list[str]:
+    if not line.xs:
+        return []
+    pairs = zip(line.xs, line.us, strict=True)
+    return [f"{name}:", "  " + "  ".join(f"{x:g}: {us:.1f}" for x, us in pairs)]
+
+
+def _grid(name: str, across: str, along: str, grid: Grid) -> list[str]:
+    if not grid.xs:
+        return []
+    lines = [f"{name}, {along} " + "  ".join(f"{y:g}" for y in grid.ys) + ":"]
+    for x, row in zip(grid.xs, grid.us, strict=True):
+        shown = "  ".join("-" if us is None else f"{us:.1f}" for us in row)
+        lines.append(f"  {across} {x:g}: {shown}")
+    return lines
+
+
+def _host(tables: Tables) -> list[str]:
+    if not tables.host_us:
+        return []
+    pairs = "  ".join(f"{kind}: {us:.0f}" for kind, us in tables.host_us.items())
+    return [f"host's time to launch an iteration: {pairs}"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m swiftapex.profile",
+        description="Show, or measure anew, what work costs on this machine.",
+    )
+    parser.add_argument("experiment", type=Path, nargs="?", metavar="EXP.yaml")
+    parser.add_argument("--model", help="an architecture (with dummy weights) or a model's path")
+    parser.add_argument("--device", default="cpu", help="with --model; default: cpu")
+    parser.add_argument("--dtype", default="auto", help="with --model and an architecture")
+    parser.add_argument("--run", help="which run of the experiment")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
+    parser.add_argument("--redo", action="store_true", help="measure even if there is a profile")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="where the curves go")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

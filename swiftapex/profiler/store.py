@@ -1,0 +1,85 @@
+"""Profiles on disk: one JSON file each, named after its fingerprint and holding it whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftapex.core.errors import ConfigError
+from swiftapex.costs.tables import Tables
+from swiftapex.profiler.fingerprint import differences, digest, normal
+
+_MOST_DIFFERENCES = 5  # that a message names
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Tables, what they are true of, and how long it took to measure them."""
+
+    fingerprint: Mapping[str, Any]
+    tables: Tables
+    seconds: float
+
+
+def default_folder() -> Path:
+    """Where the user's caches lie."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftapex/profiles"
+
+
+def find(folder: Path, fingerprint: Mapping[str, Any]) -> Profile | None:
+    """The profile of exactly this fingerprint; None where there is none, or none that is whole."""
+    try:
+        profile = _read(path_of(folder, fingerprint))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return profile if normal(profile.fingerprint) == normal(fingerprint) else None
+
+
+def read(path: Path, fingerprint: Mapping[str, Any]) -> Profile:
+    """The profile in a file. ConfigError where it is not one, or one of something else."""
+    try:
+        profile = _read(path)
+    except OSError as error:
+        raise ConfigError(f"engine.profile: {path} is not readable: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"engine.profile: {path} holds no profile: {error!r}") from error
+    found = differences(normal(profile.fingerprint), normal(fingerprint))
+    if found:
+        more = f"; and {len(found) - _MOST_DIFFERENCES} more" * (len(found) > _MOST_DIFFERENCES)
+        raise ConfigError(
+            f"engine.profile: {path} was measured on something else (there against here): "
+            f"{'; '.join(found[:_MOST_DIFFERENCES])}{more}"
+        )
+    return profile
+
+
+def write(folder: Path, profile: Profile) -> Path:
+    """Stores a profile, whole or not at all; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder, profile.fingerprint)
+    data = {
+        "fingerprint": dict(profile.fingerprint),
+        "seconds": round(profile.seconds, 2),
+        "tables": profile.tables.as_dict(),
+    }
+    with tempfile.NamedTemporaryFile(
+        "w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8"
+    ) as file:
+        json.dump(data, file)
+    Path(file.name).replace(path)
+    return path
+
+
+def path_of(folder: Path, fingerprint: Mapping[str, Any]) -> Path:
+    """Where the profile of this fingerprint lies, or would."""
+    return folder / f"{digest(fingerprint)}.json"
+
+
+def _read(path: Path) -> Profile:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return Profile(data["fingerprint"], Tables.from_dict(data["tables"]), float(data["seconds"]))

@@ -1,0 +1,160 @@
+"""Running requests by what they do next, so that no plan has to look through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
+from typing import Any
+
+from swiftapex.core.request import Placement, Request
+
+
+def _age(request: Request) -> int:
+    return request.request_id
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    return request.last_served, request.request_id
+
+
+class _Group:
+    """Requests in the order of `key`. Those that come last go to the end; others make it sort."""
+
+    def __init__(self, key: Callable[[Request], Any]) -> None:
+        self.members: dict[int, Request] = {}
+        self._key = key
+        self._sorted = True
+
+    def add(self, request: Request) -> None:
+        members = self.members
+        if members and self._sorted:
+            self._sorted = self._key(next(reversed(members.values()))) < self._key(request)
+        members[request.request_id] = request
+
+    def ordered(self) -> Iterable[Request]:
+        if not self._sorted:
+            self.members = {r.request_id: r for r in sorted(self.members.values(), key=self._key)}
+            self._sorted = True
+        return self.members.values()
+
+
+class Lazily:
+    """The first of many requests, looked at one by one: with a thousand of them, looking at each
+    would take longer than all the rest of a plan."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._seen: list[Request] = []
+        self._more = iter(requests)
+
+    def __getitem__(self, index: int) -> Request:
+        self.first(index + 1)
+        return self._seen[index]
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._seen
+        for request in self._more:
+            self._seen.append(request)
+            yield request
+
+    def first(self, count: int) -> list[Request]:
+        """At most `count`."""
+        while len(self._seen) < count and (request := next(self._more, None)) is not None:
+            self._seen.append(request)
+        return self._seen[:count]
+
+
+class RequestIndex:
+    """Every running request in one of four groups: GPU decodes and prefills (oldest first), CPU
+    decodes at a token boundary (least recently served first), and what is in flight.
+
+    Whoever changes a request calls `touch`; it is filed anew at the next question, since a token
+    may be booked in between. A decode that stays where it is needs no touch, unless its turn
+    (`last_served`) is what its group is ordered by.
+    """
+
+    def __init__(self) -> None:
+        self._gpu, self._cpu = _Group(_age), _Group(_turn)
+        self._prefills, self._in_flight = _Group(_age), _Group(_age)
+        self._group_of: dict[int, _Group] = {}
+        self._touched: dict[int, Request] = {}
+        self._ages: list[int] = []  # heap of ids that are, or were, CPU decodes at a boundary
+        self._in_ages: set[int] = set()
+        self._reads: dict[int, int] = {}  # tokens of KV that a visit of a request on the CPU reads
+        self._cpu_tokens = 0
+
+    def touch(self, request: Request) -> None:
+        self._touched[request.request_id] = request
+
+    def discard(self, request: Request) -> None:
+        """It runs no longer."""
+        self._touched.pop(request.request_id, None)
+        self._cpu_tokens -= self._reads.pop(request.request_id, 0)
+        group = self._group_of.pop(request.request_id, None)
+        if group is not None:
+            del group.members[request.request_id]
+
+    @property
+    def gpu_decodes(self) -> Iterable[Request]:
+        self._file()
+        return self._gpu.ordered()
+
+    @property
+    def cpu_decodes(self) -> Iterable[Request]:
+        """At a token boundary."""
+        self._file()
+        return self._cpu.ordered()
+
+    @property
+    def oldest_cpu_decode(self) -> Request | None:
+        """At a token boundary."""
+        self._file()
+        while self._ages:
+            if (request := self._cpu.members.get(self._ages[0])) is not None:
+                return request
+            self._in_ages.remove(heappop(self._ages))
+        return None
+
+    @property
+    def cpu_tokens(self) -> int:
+        """Tokens of KV that one visit of all requests on the CPU reads, prompts that are on their
+        way there included."""
+        self._file()
+        return self._cpu_tokens
+
+    @property
+    def prefills(self) -> Iterable[Request]:
+        self._file()
+        return self._prefills.ordered()
+
+    def counts(self) -> tuple[int, int, int]:
+        """GPU decodes, CPU decodes at a token boundary, requests in flight."""
+        self._file()
+        groups = self._gpu, self._cpu, self._in_flight
+        return len(groups[0].members), len(groups[1].members), len(groups[2].members)
+
+    def _file(self) -> None:
+        if not self._touched:
+            return
+        group_of, reads = self._group_of, self._reads
+        for request in sorted(self._touched.values(), key=_turn):
+            request_id = request.request_id
+            old, group = group_of.get(request_id), self._group(request)
+            if old is not None:
+                del old.members[request_id]
+            group.add(request)
+            group_of[request_id] = group
+            if group is self._cpu and request_id not in self._in_ages:
+                self._in_ages.add(request_id)
+                heappush(self._ages, request_id)
+            if group is not self._in_flight:  # what leaves for a pass reads what it did
+                tokens = 0 if request.placement is Placement.GPU else request.num_tokens
+                self._cpu_tokens += tokens - reads.get(request_id, 0)
+                reads[request_id] = tokens
+        self._touched.clear()
+
+    def _group(self, request: Request) -> _Group:
+        if request.in_flight:
+            return self._in_flight
+        if not request.is_decoding:
+            return self._prefills
+        return self._gpu if request.placement is Placement.GPU else self._cpu
