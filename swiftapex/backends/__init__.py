@@ -49,7 +49,10 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     On the device `cpu` both sides share the cores: with a CPU side, its attention threads get half
     of them (rounded down, one at least; or `cpu.threads`), and the GPU side the others.
     """
+    ranks = engine.tensor_parallel_size
     if engine.device == "reference":
+        if with_cpu_side and engine.cpu.kv_dtype == "int8":
+            raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
         from swiftapex.backends.reference import ReferenceBackend, ReferenceCopies, ReferenceLane
 
         reference = ReferenceBackend()
@@ -61,10 +64,10 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         from swiftapex.backends.threads import cpu_threads, split_threads
 
         if not with_cpu_side:
-            return Backends(CpuBackend(cpu_threads(engine.cpu.threads)), None, None)
+            return Backends(CpuBackend(cpu_threads(engine.cpu.threads, ranks)), None, None)
         from swiftapex.backends.cpu_lane import CopyLane, CpuLane
 
-        gpu_threads, cpu_side_threads = split_threads(engine.cpu.threads)
+        gpu_threads, cpu_side_threads = split_threads(engine.cpu.threads, ranks)
         return Backends(CpuBackend(gpu_threads), CpuLane(cpu_side_threads), CopyLane())
     return _cuda_backends(engine, with_cpu_side)
 
@@ -77,6 +80,8 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
 
     if not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch sees no CUDA device here; use 'cpu'")
+    if with_cpu_side and engine.cpu.kv_dtype == "int8":
+        raise ConfigError("engine.cpu.kv_dtype: int8 cannot be copied from a GPU yet")
     if with_cpu_side and engine.block_size % 16 != 0:
         raise ConfigError(
             f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of 16 "
@@ -99,7 +104,8 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     gpu = CudaBackend(engine.gpu.sm_count, engine.gpu.memory)
     lane = None
     if with_cpu_side:
-        lane = CudaCpuLane(threads_beside_launching(engine.cpu.threads), gpu.device)
+        threads = threads_beside_launching(engine.cpu.threads, engine.tensor_parallel_size)
+        lane = CudaCpuLane(threads, gpu.device)
     return Backends(
         gpu=gpu,
         cpu_attention=lane,

@@ -27,6 +27,7 @@ class ThreadPlan:
 
 def cpu_threads(
     requested: int | Literal["auto"],
+    ranks: int = 1,
     *,
     affinity: Iterable[int] | None = None,
     root: Path = Path("/"),
@@ -38,13 +39,18 @@ def cpu_threads(
     Under a quota smaller than the affinity mask other containers share the same CPUs and most
     likely pin from CPU 0 on too, so there the plan names no CPUs.
 
+    Of `ranks` processes with affinity masks of their own (`bind_rank`) each gets an equal part of
+    the quota and of the number requested, at least one thread.
+
     `affinity` and `root` (the folder that holds /sys and /proc) are for tests.
     Raises ConfigError if `requested` is neither "auto" nor a positive number.
     """
     if requested != "auto" and (not isinstance(requested, int) or requested < 1):
         raise ConfigError(f"threads must be 'auto' or a number >= 1, got {requested!r}")
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
-    quota = cgroup_cpus(root)
+    quota = cgroup_cpus(root) / ranks
+    if requested != "auto":
+        requested = max(1, requested // ranks)
     count, limited_by = len(cpus), "affinity"
     if quota < count:
         count, limited_by = max(1, math.floor(quota)), f"cgroup quota of {quota:g} CPUs"
@@ -59,11 +65,45 @@ def cpu_threads(
     return ThreadPlan(count, pinned, limited_by)
 
 
-def split_threads(requested: int | Literal["auto"]) -> tuple[ThreadPlan, ThreadPlan]:
+def bind_rank(rank: int, ranks: int) -> None:
+    """Confines this process, and all threads that it starts from now on, to the CPUs of a rank, so
+    that memory which it touches first lies on their NUMA node. Left alone where a quota is smaller
+    than the affinity mask, or where the system forbids it."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if cgroup_cpus() < len(cpus):
+        return
+    try:
+        os.sched_setaffinity(0, rank_cpus(cpus, rank, ranks))
+    except OSError as error:
+        logger.warning("rank %d is not bound to CPUs of its own: %s", rank, error)
+
+
+def rank_cpus(cpus: Iterable[int], rank: int, ranks: int, root: Path = Path("/")) -> list[int]:
+    """The CPUs of one rank: whole physical cores, neighbours on the same NUMA node, disjoint
+    between ranks. Ranks that are more than the cores take turns on them."""
+    cores: dict[tuple[int, str], list[int]] = {}
+    for cpu in sorted(cpus):
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}"
+        node = min((int(path.name[4:]) for path in folder.glob("node[0-9]*")), default=0)
+        core = _read(folder / "topology/thread_siblings_list") or f"cpu {cpu}"
+        cores.setdefault((node, core), []).append(cpu)
+    ordered = [cores[key] for key in sorted(cores, key=lambda key: (key[0], cores[key][0]))]
+    if len(ordered) < ranks:
+        return ordered[rank % len(ordered)]
+    mine = ordered[rank * len(ordered) // ranks : (rank + 1) * len(ordered) // ranks]
+    return sorted(cpu for core in mine for cpu in core)
+
+
+def split_threads(
+    requested: int | Literal["auto"], ranks: int = 1
+) -> tuple[ThreadPlan, ThreadPlan]:
     """Threads of the GPU side and of the CPU side where both run on this machine's cores: the CPU
-    side gets `requested`, or half of what there is, and the GPU side the rest; one at least."""
-    both = cpu_threads("auto")
-    half = max(1, both.count // 2) if requested == "auto" else min(requested, both.count)
+    side gets `requested`, or half of what there is, and the GPU side the rest; one at least.
+    `ranks` as for `cpu_threads`."""
+    both = cpu_threads("auto", ranks)
+    half = max(1, both.count // 2)
+    if requested != "auto":
+        half = min(max(1, requested // ranks), both.count)
     rest = max(1, both.count - half)
     return (
         ThreadPlan(rest, both.cpus[:rest], f"{both.limited_by}, beside {half} for the CPU side"),
@@ -73,13 +113,14 @@ def split_threads(requested: int | Literal["auto"]) -> tuple[ThreadPlan, ThreadP
     )
 
 
-def threads_beside_launching(requested: int | Literal["auto"]) -> ThreadPlan:
+def threads_beside_launching(requested: int | Literal["auto"], ranks: int = 1) -> ThreadPlan:
     """Threads of the CPU side where a GPU computes: `requested`, or all but one, since the thread
-    that launches the GPU's work needs a core too. It keeps the first."""
-    everything = cpu_threads("auto")
+    that launches the GPU's work needs a core too. It keeps the first. `ranks` as for
+    `cpu_threads`."""
+    everything = cpu_threads("auto", ranks)
     count = max(1, everything.count - 1)
     if requested != "auto":
-        count = min(requested, everything.count)
+        count = min(max(1, requested // ranks), everything.count)
     first = 1 if len(everything.cpus) > count else 0
     cpus = everything.cpus[first : first + count]
     return ThreadPlan(count, cpus, f"{everything.limited_by}, beside the launching thread")

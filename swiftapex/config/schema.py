@@ -67,7 +67,8 @@ class KvSection(Section):
 
 
 class GpuConfig(KvSection):
-    """The GPU side. `sm_count` and `memory` (bytes) cap a larger GPU to emulate a smaller one."""
+    """The GPU side: each GPU's. `sm_count` and `memory` (bytes) cap a larger GPU to emulate a
+    smaller one."""
 
     preset: Literal["none"] = "none"
     sm_count: PositiveInt | None = None
@@ -75,13 +76,15 @@ class GpuConfig(KvSection):
 
 
 class CpuConfig(KvSection):
-    """The CPU side: KV in host memory and the threads that attend over it.
+    """The CPU side: KV in host memory and the threads that attend over it, the host's as a whole:
+    the ranks of tensor parallelism share them.
 
-    `kv_dtype` auto: as on the GPU. `threads` auto: from affinity and the cgroup's quota.
+    `kv_dtype` auto: as on the GPU; int8: with a float32 scale per token and head, about half the
+    bytes of 16 bits, not exact. `threads` auto: from affinity and the cgroup's quota.
     """
 
     threads: PositiveInt | Auto = "auto"
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     numa: Literal["auto", "none"] = "auto"
     hugepages: bool = True
     mlock: bool = False
@@ -90,6 +93,7 @@ class CpuConfig(KvSection):
 class EngineConfig(Section):
     """`max_batch_size`: rows in one linear batch; requests in flight are bounded by KV alone.
     `max_tokens_in_batch`: tokens in it, prefill chunks included. `max_model_len` auto: the model's.
+    `tensor_parallel_size`: ranks that share every layer, each a process with a GPU of its own.
 
     `profile`: where policies take the cost of work from. on: measured tables, from the cache of
     profiles or measured now; off: closed forms at default rates; auto: on with device cuda, off
@@ -143,6 +147,8 @@ class WorkloadConfig(Section):
     or cuts it. synthetic: random token ids of `input_len`. trace: random token ids with the
     lengths (and times) of `path`, an Azure CSV or a JSON list of {prompt, max_tokens}.
     `rate` is in requests/s (arrival: poisson), `speedup` divides a trace's times (arrival: trace).
+    warm_start: requests begin at uniformly random progress with their KV in place, as many as fit,
+    so that a short window measures the steady state.
     """
 
     kind: Literal["prompts", "synthetic", "trace"] = "prompts"
@@ -179,6 +185,8 @@ class WorkloadConfig(Section):
             raise ValueError("rate (requests/s) and arrival: poisson belong together")
         if self.arrival == "trace" and self.kind != "trace":
             raise ValueError("arrival: trace needs kind: trace")
+        if self.warm_start and (self.arrival != "all" or not self.forces_length):
+            raise ValueError("warm_start needs arrival: all and ignore_eos: true")
         return self
 
     @property

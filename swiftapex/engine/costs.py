@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,6 +17,7 @@ from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.executor.base import Executor
 from swiftapex.kv.sizing import KVSizes
 from swiftapex.model.config import ModelConfig
+from swiftapex.model.shard import Shard
 from swiftapex.profiler import store
 from swiftapex.profiler.fingerprint import fingerprint
 from swiftapex.profiler.measure import Points, profile
@@ -28,14 +29,18 @@ _PATIENCE_S = 0.6  # of one measurement; some 100 of them make a profile
 def default_cost_model(
     config: ModelConfig, dtype: str, cpu_kv_dtype: str, engine: EngineConfig, uses_cpu: bool
 ) -> CostModel:
-    """Closed forms at the default rates of the engine's device and threads."""
+    """Closed forms at the default rates of the engine's device and threads: what a rank computes,
+    at its part of the host's rates. What ranks tell each other costs nothing here."""
+    ranks = engine.tensor_parallel_size
     threads = cpu_threads(engine.cpu.threads).count
     gpu_side = cpu_side = threads
     if uses_cpu and engine.device != "cuda":
         gpu_plan, cpu_plan = split_threads(engine.cpu.threads)
         gpu_side, cpu_side = gpu_plan.count, cpu_plan.count
-    rates = default_rates(engine.device, cpu_side, gpu_side, engine.gpu.sm_count)
-    return AnalyticCostModel(config, rates, dtype, cpu_kv_dtype)
+    gpu_threads = max(1, gpu_side // ranks)
+    rates = default_rates(engine.device, cpu_side, gpu_threads, engine.gpu.sm_count)
+    rates = replace(rates, cpu_kv_bytes_per_s=rates.cpu_kv_bytes_per_s / ranks)
+    return AnalyticCostModel(Shard(0, ranks).config(config), rates, dtype, cpu_kv_dtype)
 
 
 @dataclass(frozen=True)

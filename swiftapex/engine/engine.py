@@ -28,7 +28,7 @@ from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.engine.admission import check_prompt, fit_sampling
 from swiftapex.engine.costs import ProfiledEngine
 from swiftapex.engine.text import TextStream
-from swiftapex.executor.in_process import InProcessExecutor
+from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.kv.sizing import kv_sizes
 from swiftapex.model.source import open_model
@@ -82,6 +82,7 @@ class Engine:
         seed: int = 0,
         trace: TraceRecorder | None = None,
         keep_iterations: bool = True,
+        make_executor: ExecutorFactory = make_executor,
     ) -> None:
         _check_supported(engine)
         self._policy = make_policy(policy, policy_args)
@@ -97,7 +98,7 @@ class Engine:
         self._lock = threading.RLock()
         uses_cpu = self._policy.uses_cpu
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
-        self._executor = InProcessExecutor(source, engine, sizes, self.max_model_len, trace)
+        self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
         self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
@@ -165,7 +166,7 @@ class Engine:
             request = self.add(prompt, sampling)
             request.output_ids.extend([self._blocks.block_size] * max(1, num_generated))
             request.num_computed = request.num_tokens - 1
-            for side in SIDES:
+            for side in SIDES if self._queue.num_waiting == 1 else ():
                 if self._state.can_start(request, side):
                     self._state.start(request, side)
                     return request
@@ -373,7 +374,10 @@ class Engine:
         if isinstance(self._cost_model, CorrectedCostModel):
             self._cost_model.observe(launched.plan, duration_us)
         if self._keep_iterations:
-            self.iterations.append(dataclasses.replace(launched.record, duration_us=duration_us))
+            begin = max(launched.record.start_s, self._last_end_s)
+            self.iterations.append(
+                dataclasses.replace(launched.record, start_s=begin, duration_us=duration_us)
+            )
         self._last_end_s = now
         changed = []
         for request_id, token_id in tokens.by_request.items():
@@ -479,7 +483,7 @@ def _max_model_len(engine: EngineConfig, model_length: int) -> int:
 def _check_supported(engine: EngineConfig) -> None:
     """ConfigError for settings that this engine would not heed: a result must not claim them."""
     defaults = EngineConfig()
-    unheeded = ["tensor_parallel_size", "gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
+    unheeded = ["gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
     if engine.device != "cuda":
         unheeded += ["gpu.sm_count", "gpu.memory"]
     for key in unheeded:

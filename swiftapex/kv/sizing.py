@@ -8,6 +8,7 @@ from swiftapex.config.schema import EngineConfig
 from swiftapex.core.ops import AttentionShape
 from swiftapex.core.request import Placement
 from swiftapex.model.config import ModelConfig
+from swiftapex.model.shard import Shard
 
 STAGING_DEPTH = 2  # layers that the staging area holds
 _STAGING_SHARE = 8  # the staging area takes at most one part in so many of the GPU's blocks
@@ -29,6 +30,7 @@ class KVSizes:
 
 
 def attention_shape(config: ModelConfig, engine: EngineConfig) -> AttentionShape:
+    """`config`: of this rank's part of the model."""
     return AttentionShape(
         config.num_q_heads, config.num_kv_heads, config.head_dim, engine.block_size
     )
@@ -39,16 +41,21 @@ def kv_sizes(
 ) -> KVSizes:
     """The sizes that `engine` asks for. Without `uses_cpu` all is on the GPU.
 
+    Blocks are those of every rank, each with that rank's heads: `gpu.kv_memory` is a GPU's,
+    `cpu.kv_memory` the host's, shared by the ranks. ConfigError where `config` cannot be split.
+
     The staging area counts inside the GPU's KV: it gets an eighth of the GPU's blocks (one at
     least), and no more than the longest context needs. A prompt longer than the area goes through
     the GPU's own blocks, or is refused where those are fewer still.
     """
     size = engine.block_size
-    gpu = engine.gpu.num_blocks(size, size * config.kv_bytes_per_token(dtype))
+    ranks = engine.tensor_parallel_size
+    part = Shard(0, ranks).config(config)
+    gpu = engine.gpu.num_blocks(size, size * part.kv_bytes_per_token(dtype))
     if not uses_cpu:
         return KVSizes(gpu, 0, 0, dtype)
     cpu_dtype = dtype if engine.cpu.kv_dtype == "auto" else engine.cpu.kv_dtype
-    cpu = engine.cpu.num_blocks(size, size * config.kv_bytes_per_token(cpu_dtype))
+    cpu = engine.cpu.num_blocks(size, size * ranks * part.kv_bytes_per_token(cpu_dtype))
     if min(gpu, cpu) == 0:
         return KVSizes(gpu, 0, 0, dtype)
     longest = -(-max_model_len // size)

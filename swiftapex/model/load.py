@@ -2,7 +2,7 @@
 
 What a model needs is listed first and held against the checkpoint, so that a wrong checkpoint is
 refused before any weight is read. A part is copied from mapped memory into the tensor that stays,
-so nothing is held twice.
+so nothing is held twice, and a rank of tensor parallelism reads no more than its own part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from swiftapex.core.errors import ModelLoadError
 from swiftapex.model.checkpoint import TensorSource
 from swiftapex.model.config import DTYPE_BYTES, ModelConfig
-from swiftapex.model.weights import Allocate, LayerWeights, ModelWeights
+from swiftapex.model.shard import WHOLE, Shard
+from swiftapex.model.weights import Allocate, LayerWeights, ModelWeights, copy_part
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +59,11 @@ def load_weights(
     device: torch.device | str = "cpu",
     only_layers: int | None = None,
     allocate: Allocate | None = None,
+    shard: Shard = WHOLE,
 ) -> ModelWeights:
-    """All weights in `dtype` on `device`. only_layers: the checkpoint may hold more layers than
-    `config`, cut to that many. Raises ModelLoadError naming a tensor that is missing, unexpected,
-    of another shape or type, or too large for float16."""
+    """The weights of a shard in `dtype` on `device`. only_layers: the checkpoint may hold more
+    layers than `config`, cut to that many. Raises ModelLoadError naming a tensor that is missing,
+    unexpected, of another shape or type, or too large for float16."""
     has_head = _HEAD in source.names()
     if not has_head and config.tied is False:
         raise ModelLoadError(
@@ -69,12 +71,14 @@ def load_weights(
         )
     _check(config, source, has_head, only_layers)
     reader = _Reader(source, dtype, device, allocate)
-    embedding = reader.fused([_EMBEDDING])
-    layers = tuple(_load_layer(config, reader, layer) for layer in range(config.num_layers))
-    head = reader.fused([_HEAD]) if has_head else embedding
+    rows = shard.vocab_rows(config)
+    embedding = reader.fused([_EMBEDDING], [slice(0, shard.padded_vocab(config))])
+    tied = embedding if shard.is_whole else embedding[rows]
+    layers = tuple(_load_layer(config, reader, layer, shard) for layer in range(config.num_layers))
+    head = reader.fused([_HEAD], [rows]) if has_head else tied
     if has_head and config.tied:
-        if torch.equal(head, embedding):
-            head = embedding
+        if torch.equal(head, tied):
+            head = tied
         else:
             _log.warning("%s differs from the embedding: used although the config ties it", _HEAD)
     return ModelWeights(embedding, layers, reader.fused([_NORM]), head)
@@ -115,31 +119,36 @@ def _layer_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _load_layer(config: ModelConfig, reader: _Reader, layer: int) -> LayerWeights:
+def _load_layer(config: ModelConfig, reader: _Reader, layer: int, shard: Shard) -> LayerWeights:
     prefix = f"model.layers.{layer}"
     qkv = [f"{prefix}.self_attn.{n}_proj" for n in "qkv"]
     gate_up = [f"{prefix}.mlp.{n}_proj" for n in ("gate", "up")]
     o, down = [f"{prefix}.self_attn.o_proj"], [f"{prefix}.mlp.down_proj"]
 
-    def weight(names: Sequence[str]) -> Tensor:
-        return reader.fused([f"{n}.weight" for n in names])
+    kv, inner = shard.kv_rows(config), [shard.inner_rows(config)]
+    qkv_rows, gate_up_rows = [shard.q_rows(config), kv, kv], inner * 2
 
-    def bias(names: Sequence[str], present: bool) -> Tensor | None:
-        return reader.fused([f"{n}.bias" for n in names]) if present else None
+    def weight(names: Sequence[str], parts: Sequence[slice] | None = None, dim: int = 0) -> Tensor:
+        return reader.fused([f"{n}.weight" for n in names], parts, dim)
+
+    def bias(
+        names: Sequence[str], present: bool, parts: Sequence[slice] | None = None
+    ) -> Tensor | None:
+        return reader.fused([f"{n}.bias" for n in names], parts) if present else None
 
     return LayerWeights(
         attn_norm=weight([f"{prefix}.input_layernorm"]),
-        qkv=weight(qkv),
-        qkv_bias=bias(qkv, config.qkv_bias),
+        qkv=weight(qkv, qkv_rows),
+        qkv_bias=bias(qkv, config.qkv_bias, qkv_rows),
         q_norm=weight([f"{prefix}.self_attn.q_norm"]) if config.qk_norm else None,
         k_norm=weight([f"{prefix}.self_attn.k_norm"]) if config.qk_norm else None,
-        o=weight(o),
-        o_bias=bias(o, config.o_bias),
+        o=weight(o, qkv_rows[:1], dim=1),
+        o_bias=bias(o, config.o_bias and shard.is_first),
         ffn_norm=weight([f"{prefix}.post_attention_layernorm"]),
-        gate_up=weight(gate_up),
-        gate_up_bias=bias(gate_up, config.mlp_bias),
-        down=weight(down),
-        down_bias=bias(down, config.mlp_bias),
+        gate_up=weight(gate_up, gate_up_rows),
+        gate_up_bias=bias(gate_up, config.mlp_bias, gate_up_rows),
+        down=weight(down, inner, dim=1),
+        down_bias=bias(down, config.mlp_bias and shard.is_first),
     )
 
 
@@ -158,15 +167,22 @@ class _Reader:
             lambda shape, kind: torch.empty(shape, dtype=kind, device=device)
         )
 
-    def fused(self, names: Sequence[str]) -> Tensor:
-        """The tensors `names`, one under the other."""
-        shapes = [self.source.shape(n) for n in names]
-        rows = [s[0] for s in shapes]
-        out = self.allocate((sum(rows), *shapes[0][1:]), self.dtype)
-        for name, part in zip(names, torch.split(out, rows), strict=True):
-            part.copy_(self.source.tensor(name))
+    def fused(
+        self, names: Sequence[str], parts: Sequence[slice] | None = None, dim: int = 0
+    ) -> Tensor:
+        """The tensors `names`, one under the other; of each only the rows (dim 0) or columns (1)
+        in `parts`, which may reach beyond its end: zeros lie there."""
+        if parts is None:
+            parts = [slice(0, self.source.shape(n)[0]) for n in names]
+        sizes = [list(self.source.shape(n)) for n in names]
+        for size, part in zip(sizes, parts, strict=True):
+            size[dim] = part.stop - part.start
+        rows = [size[0] for size in sizes]
+        out = self.allocate((sum(rows), *sizes[0][1:]), self.dtype)
+        for name, part, piece in zip(names, parts, torch.split(out, rows), strict=True):
+            copy_part(piece, self.source.tensor(name), part, dim)
             narrowed = self.dtype == torch.float16 and self.source.dtype(name) != "float16"
-            if narrowed and not bool(torch.isfinite(part).all()):
+            if narrowed and not bool(torch.isfinite(piece).all()):
                 raise ModelLoadError(
                     f"{self.source.where(name)}: tensor {name} has values beyond float16's range: "
                     "use bfloat16 or float32"

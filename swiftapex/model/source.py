@@ -14,6 +14,7 @@ from swiftapex.model.config import DTYPE_BYTES, ModelConfig, named_architecture,
 from swiftapex.model.gguf_config import config_from_gguf
 from swiftapex.model.gguf_file import GgufFile
 from swiftapex.model.hf_config import config_from_hf, token_ids
+from swiftapex.model.shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -55,11 +56,15 @@ class ModelSource:
     @cached_property
     def config(self) -> ModelConfig:
         """`eos_token_ids` is the union of all that config, generation config and tokenizer name."""
-        config = self._file_config()
         tokenizer = self.tokenizer()
         named = () if tokenizer is None else tokenizer.eos_token_ids
-        eos = tuple(sorted({*config.eos_token_ids, *named}))
-        return with_layers(replace(config, eos_token_ids=eos), self._num_layers)
+        eos = tuple(sorted({*self.shape.eos_token_ids, *named}))
+        return replace(self.shape, eos_token_ids=eos)
+
+    @property
+    def shape(self) -> ModelConfig:
+        """As `config`, but for what only the tokenizer knows: reads none."""
+        return with_layers(self._file_config(), self._num_layers)
 
     @cached_property
     def dtype(self) -> str:
@@ -78,19 +83,19 @@ class ModelSource:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         allocate: Allocate | None = None,
+        shard: Shard = WHOLE,
     ) -> ModelWeights:
-        """All weights (dtype None: `self.dtype`), the large ones in memory from `allocate` (None:
-        torch's, on `device`). Raises ModelLoadError naming file and tensor."""
+        """The weights of a shard (dtype None: `self.dtype`), the large ones in memory from
+        `allocate` (None: torch's, on `device`). Raises ModelLoadError naming file and tensor."""
         kind = as_torch_dtype(dtype or self.dtype)
-        config = with_layers(self._file_config(), self._num_layers)
         if self._settings.weights == "dummy":
             from swiftapex.model.dummy import dummy_weights
 
-            return dummy_weights(config, kind, device, self._seed, allocate)
+            return dummy_weights(self.shape, kind, device, self._seed, allocate, shard)
         from swiftapex.model.load import load_weights
 
         tensors = self._tensors()
-        return load_weights(config, tensors, kind, device, self._num_layers, allocate)
+        return load_weights(self.shape, tensors, kind, device, self._num_layers, allocate, shard)
 
     @property
     def _num_layers(self) -> int | None:
@@ -234,4 +239,9 @@ def as_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
     if isinstance(dtype, torch.dtype):
         return dtype
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]
+    return {
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "int8": torch.int8,
+    }[dtype]

@@ -32,9 +32,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All layers, the embedding and the head. Tied: `head` is `embedding`."""
+    """All layers, the embedding and the head. Tied: `head` is `embedding`, or a rank's part of it.
+    Where the head is split, its last part ends with rows of zeros (model/shard.py)."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor  # [vocab, hidden]; rows beyond the vocabulary are zeros
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
     head: Tensor  # [vocab, hidden]
@@ -51,7 +52,21 @@ class ModelWeights:
     def num_bytes(self) -> int:
         """Memory of all tensors, a tied head counted once."""
         tensors = {id(t): t for t in (self.embedding, self.norm, self.head)}
+        offset = self.head.data_ptr() - self.embedding.data_ptr()
+        if 0 <= offset < self.embedding.nbytes:  # a part of the embedding
+            tensors = {id(t): t for t in (self.embedding, self.norm)}
         for layer in self.layers:
             parts = (getattr(layer, f.name) for f in fields(layer))
             tensors.update({id(t): t for t in parts if t is not None})
         return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def copy_part(out: Tensor, whole: Tensor, part: slice, dim: int = 0) -> None:
+    """Copies rows (dim 0) or columns (1) `part` of a matrix or vector to `out`, which has as many;
+    those beyond the end of `whole` become zeros."""
+    end = min(part.stop, whole.shape[dim])
+    count = max(0, end - part.start)
+    if count:
+        out.narrow(dim, 0, count).copy_(whole.narrow(dim, part.start, count))
+    if count < out.shape[dim]:
+        out.narrow(dim, count, out.shape[dim] - count).zero_()

@@ -13,7 +13,16 @@ from typing import Any
 
 from swiftapex.backends.threads import cpu_threads
 
-_PACKAGES = ("swiftapex", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
+_PACKAGES = (
+    "swiftapex",
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "pydantic",
+    "ray",
+)
 _ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from swiftapex.attention import Attention, BoundBatch
 from swiftapex.backends import make_backends
 from swiftapex.config.schema import EngineConfig
-from swiftapex.core.ops import AttentionBatch
+from swiftapex.core.ops import AttentionBatch, Group
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
 from swiftapex.core.plugins import load_class
 from swiftapex.core.records import BusyTimes
@@ -20,12 +21,13 @@ from swiftapex.kv.sizing import STAGING_DEPTH, KVSizes, attention_shape
 from swiftapex.kv.staging import BlockCopies, StagedPrefill
 from swiftapex.kv.store import KVStore
 from swiftapex.model.sampling import sample
+from swiftapex.model.shard import WHOLE, Shard
 from swiftapex.model.source import ModelSource, as_torch_dtype
 from swiftapex.model.stages import Stages
 from swiftapex.pipelines import PIPELINES
 from swiftapex.pipelines.base import Pipeline, PipelineParts
 from swiftapex.pipelines.parked import ParkedCohorts
-from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness
+from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness, Readiness
 from swiftapex.pipelines.repeated import EachPassAnew, RepeatedPasses
 from swiftapex.worker.bind import Binder
 from swiftapex.worker.request_table import RequestTable
@@ -34,8 +36,18 @@ from swiftapex.worker.traced import Tracer, observe
 _NOT_FINITE = "the model's logits are not finite: numbers overflowed in this dtype"
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A worker's place among the ranks of tensor parallelism."""
+
+    shard: Shard
+    group: Group
+    readiness: Readiness
+
+
 class Worker:
-    """Executes plans. One per device; knows nothing of queues, policies or other workers."""
+    """Executes plans. One per device; knows nothing of queues or policies, and of other workers
+    only what `membership` says (None: there are none)."""
 
     def __init__(
         self,
@@ -44,15 +56,17 @@ class Worker:
         sizes: KVSizes,
         max_model_len: int,
         trace: TraceRecorder | None = None,
+        membership: Membership | None = None,
     ) -> None:
-        config, dtype = source.config, as_torch_dtype(source.dtype)
+        shard = WHOLE if membership is None else membership.shard
+        config, dtype = shard.config(source.shape), as_torch_dtype(source.dtype)
         self._num_layers = config.num_layers
         shape = attention_shape(config, engine)
         self._backends = make_backends(engine, with_cpu_side=sizes.cpu_blocks > 0)
         gpu = self._backends.gpu
         try:
             with self._backends.active():
-                weights = source.load(dtype, gpu.device, gpu.allocate_weight)
+                weights = source.load(dtype, gpu.device, gpu.allocate_weight, shard)
             self._store = KVStore(shape, config.num_layers)
             self._store.allocate(Placement.GPU, gpu, sizes.gpu_blocks, dtype)
             if sizes.cpu_blocks:
@@ -64,7 +78,8 @@ class Worker:
         except BaseException:
             self._backends.close()
             raise
-        self._stages = Stages(config, weights, gpu.ops)
+        group = None if membership is None else membership.group
+        self._stages = Stages(config, weights, gpu.ops, group, rotates=not gpu.rotates)
         max_blocks = -(-max_model_len // engine.block_size)
         self._table = RequestTable(max_blocks, weights.device)
         self._staged: list[StagedPrefill] = []
@@ -78,7 +93,8 @@ class Worker:
             self._repeated = self._backends.repeated(
                 max_blocks, lambda: trace is not None and trace.active
             )
-        self._parked = ParkedCohorts(observed.parked_attention, OwnReadiness(), launch_ahead)
+        readiness = OwnReadiness() if membership is None else membership.readiness
+        self._parked = ParkedCohorts(observed.parked_attention, readiness, launch_ahead)
         binder = Binder(self._table, self._stages, engine.block_size, gpu, self._make_staged)
         self._parts = PipelineParts(
             num_layers=config.num_layers,

@@ -1,0 +1,366 @@
+"""The ranks as Ray actors on this machine. Nothing else in the engine knows Ray.
+
+Ray places the processes, gives each its GPU, and says why one could not start or has died. What
+the driver asks of them goes through Unix sockets beside Ray: a plan reaches all ranks within some
+tens of µs, and a rank's death is seen at once, when its connection ends. Sockets are in the
+abstract namespace and the memory for decisions is anonymous: neither has a name in a file system
+that could outlive the processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import re
+import secrets
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from swiftapex.core.errors import ConfigError, EngineError
+from swiftapex.executor.rank import Failure, Rank, decision_bytes
+
+_log = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's smallest: nothing goes through it
+_NODE_SHARE = 0.001  # of the resource that only this machine has: keeps all ranks here
+_GRACE_S = 1.0  # in which other ranks may say what went wrong, after one failed
+_END_S = 3.0  # in which a process ends that was asked to
+
+
+class RankActor:
+    """A Ray actor: one rank, for as long as the driver is connected."""
+
+    def serve(self, address: str, rank: int, size: int, device: str, path: list[str]) -> None:
+        """path: the driver's `sys.path`, so that its pipelines are found here too."""
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.connect(address)
+        client.sendall(struct.pack("i", rank))
+        Rank(Connection(client.detach()), rank, size, device).serve()
+
+
+class RayRanks:
+    """`size` ranks, started together and joined into a group of torch.distributed.
+
+    Uses the Ray that this process is connected to, or starts one for itself. ConfigError where Ray
+    is not installed or has not got what is needed; EngineError where a rank does not start within
+    `timeout_s`. `answer_s`: how long a rank may take to answer, and to take part in an operation.
+    """
+
+    def __init__(
+        self, size: int, device: str, *, timeout_s: float = 120.0, answer_s: float = 600.0
+    ) -> None:
+        self.size = size
+        self.pids: list[int] = []  # of the ranks
+        self.bytes_sent = self.bytes_received = 0
+        self._answer_s = answer_s
+        self._connections: list[Connection] = []
+        self._actors: list[Any] = []
+        self._served: list[Any] = []  # references to what `serve` of each actor returns: nothing
+        self._group: Any = None
+        self._broken: str | None = None
+        self._ray = _import_ray(size)
+        self._owns_ray = not self._ray.is_initialized()
+        try:
+            self._launch(device, time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, ranks: Iterable[int], name: str, *args: Any) -> None:
+        """Asks some ranks for one thing. EngineError where one is gone."""
+        if self._broken is not None:
+            raise EngineError(self._broken)
+        request = pickle.dumps((name, args), protocol=pickle.HIGHEST_PROTOCOL)
+        for rank in ranks:
+            self.bytes_sent += len(request)
+            try:
+                self._connections[rank].send_bytes(request)
+            except OSError:
+                self._break(self._gather({rank: self._death(rank)}))
+
+    def receive(self, rank: int) -> Any:
+        """The answer of one rank. EngineError, and the end of all ranks, where any has failed."""
+        return self.receive_all([rank])[0]
+
+    def receive_all(self, ranks: Sequence[int]) -> list[Any]:
+        """The answers of some ranks, in their order."""
+        answers = self._answers(ranks)
+        failures: dict[int, Failure | str]
+        failures = {rank: a for rank, a in answers.items() if isinstance(a, Failure)}
+        if failures:
+            self._break(self._gather(failures))
+        return [answers[rank] for rank in ranks]
+
+    def ask(self, name: str, *args: Any) -> list[Any]:
+        """The answers of all ranks to one request. As `receive_all`, but ranks that live go on:
+        what failed is raised, in the class of errors it has, and may be asked for again."""
+        everyone = range(self.size)
+        self.send(everyone, name, *args)
+        answers = self._answers(everyone, until_first_failure=False)
+        for rank, answer in sorted(answers.items()):
+            if isinstance(answer, Failure):
+                raise _as_error(rank, answer)
+        return [answers[rank] for rank in everyone]
+
+    def call(self, function: str, *args: Any) -> list[Any]:
+        """What `package.module:function` returns on each rank, given its worker and `args`."""
+        return self.ask("call", function, *args)
+
+    def close(self) -> None:
+        """Ends all ranks, by force where they do not answer, and Ray if it was started here. May be
+        called again."""
+        if self._broken is None:
+            with suppress(EngineError):
+                self.send(range(len(self._connections)), "end")
+                if self._connections:
+                    served = self._served
+                    self._ray.wait(served, num_returns=len(served), timeout=_END_S)
+        self._broken = self._broken or "the ranks are closed"
+        self._kill()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        if self._group is not None:
+            with suppress(Exception):  # Ray itself may be gone
+                self._ray.util.remove_placement_group(self._group)
+            self._group = None
+        if self._owns_ray and self._ray.is_initialized():
+            self._ray.shutdown()
+        self._owns_ray = False
+
+    def _launch(self, device: str, deadline: float) -> None:
+        ray, size = self._ray, self.size
+        if self._owns_ray:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(
+                address="local",
+                num_cpus=max(size, os.cpu_count() or 1),
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        needed = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+        self._place(needed, deadline)
+        address = f"\0swiftapex-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(address)
+            listener.listen(size)
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            for rank in range(size):
+                actor = ray.remote(RankActor).options(
+                    num_cpus=needed["CPU"],
+                    num_gpus=needed.get("GPU", 0),
+                    scheduling_strategy=strategy(self._group, rank),
+                )
+                self._actors.append(actor.remote())
+                served = self._actors[rank].serve.remote(address, rank, size, device, sys.path)
+                self._served.append(served)
+            self._accept(listener, deadline)
+        self._share_memory()
+        self.send([0], "open_store")
+        port = self.receive(0)
+        self.send(range(size), "join", port, self._answer_s)
+        self.receive_all(range(size))
+
+    def _place(self, needed: dict[str, float], deadline: float) -> None:
+        """Reserves what the ranks need, all on this machine."""
+        ray, size = self._ray, self.size
+        node = f"node:{ray.util.get_node_ip_address()}"
+        bundle = needed | {node: _NODE_SHARE}
+        total = ray.cluster_resources()
+        missing = [
+            f"{size * count:g} {kind}s, of which Ray has {total.get(kind, 0):g}"
+            for kind, count in needed.items()
+            if total.get(kind, 0) < size * count
+        ]
+        if missing:
+            raise ConfigError(
+                f"engine.tensor_parallel_size: {size} ranks need {' and '.join(missing)}"
+            )
+        self._group = ray.util.placement_group([bundle] * size, strategy="STRICT_PACK")
+        if not self._group.wait(max(1.0, deadline - time.monotonic())):
+            free = ray.available_resources()
+            have = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in needed)
+            raise EngineError(
+                f"engine.tensor_parallel_size: Ray did not give {size} ranks their place in time: "
+                f"each needs {', '.join(f'{n:g} {kind}' for kind, n in needed.items())} on this "
+                f"machine, and {have} are free in all"
+            )
+
+    def _accept(self, listener: socket.socket, deadline: float) -> None:
+        """Takes in the connection of every rank."""
+        connected: dict[int, tuple[Connection, int]] = {}
+        listener.settimeout(0.2)
+        while len(connected) < self.size:
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                missing = [rank for rank in range(self.size) if rank not in connected]
+                ended, _ = self._ray.wait([self._served[r] for r in missing], timeout=0)
+                for served in ended:
+                    rank = self._served.index(served)
+                    raise EngineError(
+                        f"rank {rank} cannot start: {self._last_words(rank)}"
+                    ) from None
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"ranks {missing} of {self.size} did not start in time"
+                    ) from None
+                continue
+            pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, _PEER, 12))
+            if uid != os.getuid():
+                peer.close()
+                continue
+            (rank,) = struct.unpack("i", peer.recv(4, socket.MSG_WAITALL))
+            connected[rank] = (Connection(peer.detach()), pid)
+        self._connections = [connected[rank][0] for rank in range(self.size)]
+        self.pids = [connected[rank][1] for rank in range(self.size)]
+
+    def _share_memory(self) -> None:
+        """Gives all ranks the memory through which they agree on readiness."""
+        memory = os.memfd_create("swiftapex-decisions")
+        try:
+            os.ftruncate(memory, decision_bytes(self.size))
+            for connection, pid in zip(self._connections, self.pids, strict=True):
+                reduction.send_handle(connection, memory, pid)
+        finally:
+            os.close(memory)
+
+    def _answers(self, ranks: Iterable[int], until_first_failure: bool = True) -> dict[int, Any]:
+        """What ranks answer, by rank; a Failure of any rank counts as an answer. A rank that has
+        died, or is silent for too long, ends all of them."""
+        answers: dict[int, Any] = {}
+        awaited = set(ranks)
+        deadline = time.monotonic() + self._answer_s
+        while awaited - answers.keys():
+            ready = wait(self._connections, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = sorted(awaited - answers.keys())
+                self._break({r: f"no answer for {self._answer_s:g} s" for r in silent})
+            for connection in ready:
+                rank = self._connections.index(connection)  # type: ignore[arg-type]
+                answer = self._read(rank)
+                if isinstance(answer, str):
+                    self._break(self._gather({rank: answer}))
+                answers[rank] = answer
+                if until_first_failure and isinstance(answer, Failure):
+                    return answers
+        return answers
+
+    def _read(self, rank: int) -> Any:
+        """One answer, or why there will be none, as text."""
+        try:
+            data = self._connections[rank].recv_bytes()
+        except (EOFError, OSError):
+            return self._death(rank)
+        self.bytes_received += len(data)
+        return pickle.loads(data)
+
+    def _gather(self, failures: dict[int, Failure | str]) -> dict[int, Failure | str]:
+        """After the first failure, what others have to say within a moment: what is seen first is
+        often only that another rank is gone."""
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline and all(_is_echo(why) for why in failures.values()):
+            rest = [c for r, c in enumerate(self._connections) if r not in failures]
+            for connection in wait(rest, timeout=max(0.0, deadline - time.monotonic())):
+                rank = self._connections.index(connection)  # type: ignore[arg-type]
+                answer = self._read(rank)
+                if isinstance(answer, Failure | str):
+                    failures[rank] = answer
+            if not rest:
+                break
+        return failures
+
+    def _break(self, failures: dict[int, Failure | str]) -> None:
+        """Ends all ranks: they cannot go on without one another."""
+        causes = {r: why for r, why in failures.items() if not _is_echo(why)} or failures
+        rank, why = min(causes.items(), key=lambda item: item[0])
+        text = why if isinstance(why, str) else f"{why.kind}: {why.message} ({why.where})"
+        self._broken = f"rank {rank} of {self.size} failed: {text}"
+        self._kill()
+        raise EngineError(self._broken)
+
+    def _death(self, rank: int) -> str:
+        return f"its process {self.pids[rank]} ended: {self._last_words(rank)}"
+
+    def _last_words(self, rank: int) -> str:
+        """What Ray knows of the end of a rank's process, in one line."""
+        try:
+            self._ray.get(self._served[rank], timeout=_END_S)
+        except Exception as error:
+            cause = getattr(error, "cause", None)
+            text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+            text = " ".join(text.split())
+            detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
+            return (detail[1] if detail else text)[:400]
+        return "it was told to"
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            with suppress(Exception):  # Ray itself may be gone
+                self._ray.kill(actor)
+        self._actors.clear()
+        for pid in wait_for_end(
+            self.pids, _END_S
+        ):  # stopped, say: Ray asks a process to end itself
+            _log.warning("rank's process %d does not end: killed", pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+_PEER = getattr(socket, "SO_PEERCRED", 17)
+
+
+def wait_for_end(pids: Sequence[int], timeout_s: float) -> list[int]:
+    """Those of the processes that still live after `timeout_s`; returns as soon as none does."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = [pid for pid in pids if _lives(pid)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _is_echo(why: Failure | str) -> bool:
+    return isinstance(why, Failure) and why.is_echo
+
+
+def _as_error(rank: int, failure: Failure) -> Exception:
+    """A failure as an exception of the class it had on its rank, if it is one of swiftapex's."""
+    from swiftapex.core import errors
+
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.SwiftapexError):
+        return kind(f"rank {rank}: {failure.message}")
+    return EngineError(f"rank {rank}: {failure.kind}: {failure.message} ({failure.where})")
+
+
+def _import_ray(size: int) -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ConfigError(
+            f"engine.tensor_parallel_size: {size} needs Ray: pip install 'swiftapex[tp]' ({error})"
+        ) from error
+    return ray

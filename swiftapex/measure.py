@@ -1,0 +1,55 @@
+"""One run of an experiment, from its plan to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from swiftapex.config.load import RunPlan
+from swiftapex.core.trace import TraceRecorder
+from swiftapex.report.files import RunResult
+from swiftapex.report.progress import ProgressBar
+from swiftapex.report.snapshots import take_snapshots
+from swiftapex.workloads.build import build_workload
+from swiftapex.workloads.replay import replay
+
+if TYPE_CHECKING:
+    from swiftapex.engine.engine import Engine
+
+EngineFactory = Callable[[RunPlan, TraceRecorder], "Engine"]
+
+
+def make_engine(plan: RunPlan, trace: TraceRecorder) -> Engine:
+    """The engine of one run. Loads torch."""
+    from swiftapex.engine.engine import Engine
+
+    return Engine(
+        plan.model,
+        plan.engine,
+        policy=plan.policy,
+        policy_args=plan.policy_args,
+        seed=plan.seed,
+        trace=trace,
+    )
+
+
+def measure(
+    plan: RunPlan,
+    traced_iterations: int,
+    factory: EngineFactory = make_engine,
+    with_progress: bool = True,
+) -> tuple[RunResult, TraceRecorder]:
+    """Sends the run's workload through an engine of its own. Raises what ends the run early, but
+    for Ctrl-C while requests run: the result then says that it was interrupted."""
+    trace = TraceRecorder(traced_iterations)
+    engine = factory(plan, trace)
+    try:
+        items = build_workload(plan.workload, plan.seed, engine.model_config.vocab_size)
+        with ProgressBar(len(items)) if with_progress else nullcontext() as bar:
+            log = replay(engine, items, plan.workload, bar.update if bar else lambda _: None)
+        stats = engine.stats()
+    finally:
+        engine.close()
+    totals = stats.gpu_blocks_total, stats.cpu_blocks_total
+    return RunResult(plan, log, *totals, take_snapshots(trace)), trace

@@ -1,0 +1,79 @@
+"""A rank that dies takes its engine's requests with it, at once and with the reason, and nothing
+else stays. `scripts/kill_ranks.py` does this twenty times for every pipeline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+from tests.hybrid import strategy  # noqa: E402
+from tests.rank_death import lose_a_rank  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    """For all tests here: ranks are started anew in each."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        object_store_memory=80 << 20,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "moment", "victim"),
+    [("asymmetric", "prefill", 1), ("async_overlap", "decode", 0), ("sequential", "swap", 1)],
+)
+def test_kill_9(one_ray: None, name: str, moment: str, victim: int) -> None:
+    policy, args = strategy(name, 0)
+    reason, seconds = lose_a_rank(policy, args, moment, victim)
+    assert f"rank {victim} of 2 failed: its process" in reason
+    assert seconds < 10
+
+
+def test_a_rank_that_hangs_is_given_up(one_ray: None) -> None:
+    policy, args = strategy("symmetric", 0)
+    reason, seconds = lose_a_rank(policy, args, "decode", 0, sign=signal.SIGSTOP, answer_s=3.0)
+    assert "rank 0 of 2 failed: no answer for 3 s" in reason
+    assert seconds < 10
+
+
+def test_an_engine_of_ranks_leaves_no_process(tmp_path: Path) -> None:
+    """`LLM` with ranks, in a process of its own, which starts Ray for itself."""
+    code = """
+import psutil
+from swiftapex import LLM, SamplingParams
+model = {"architecture": "tiny", "weights": "dummy", "dtype": "float32"}
+def run(**more):
+    llm = LLM(model, gpu={"kv_tokens": 256}, cpu={"kv_tokens": 256}, policy="apex", **more)
+    outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, ignore_eos=True))
+    return llm, [out.token_ids for out in outputs]
+if __name__ == "__main__":
+    llm, expected = run()
+    llm.close()
+    llm, tokens = run(tensor_parallel_size=2)
+    assert tokens == expected
+    children = psutil.Process().children(recursive=True)
+    assert len(children) > 2
+    llm.close()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not psutil.Process().children(recursive=True)
+    assert psutil.Process().net_connections() == []
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
