@@ -14,9 +14,9 @@ from harness import CPU, GPU, ConstantCostModel
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.plan import StepPlan, StepResult, Tokens
 from swiftapex.core.records import BusyTimes
-from swiftapex.cost_model import Load, asymmetric_us, gpu_only_us
+from swiftapex.cost_model import HOST_KINDS, Load, asymmetric_us, gpu_only_us
 from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.engine.engine import Engine
@@ -121,6 +121,53 @@ def test_the_profiler_finds_what_an_executor_takes(fake: FakeExecutor) -> None:
     assert gpu_only_us(found, main_load) == pytest.approx(gpu_only_us(true, main_load), rel=0.05)
     split = main_load, Load(9, 0, 900, cpu_requests=9)
     assert asymmetric_us(found, *split) == pytest.approx(asymmetric_us(true, *split), rel=0.05)
+
+
+class AheadExecutor(FakeExecutor):
+    """A device beside the host: launching takes `host_us`, results come once it is there."""
+
+    runs_ahead = True
+
+    def __init__(self, cost: ConstantCostModel, host_us: float) -> None:
+        super().__init__(cost)
+        self.host_us = host_us
+        self._free = 0.0  # when the device has done all that was launched
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        begin = self.now
+        super().execute(plan)
+        took, self.now = self.now - begin, begin + 1e-6 * self.host_us
+        done = self._free = max(self._free, self.now) + took
+
+        def fetch() -> Tokens:
+            self.now = max(self.now, done)
+            return Tokens()
+
+        return StepResult(fetch=fetch)
+
+
+@pytest.mark.parametrize("host_us", [100.0, 3000.0])
+def test_a_device_that_works_beside_the_host(
+    monkeypatch: pytest.MonkeyPatch, host_us: float
+) -> None:
+    cost = ConstantCostModel(
+        num_layers=8, linear_fixed=200, linear_row=1.5, gpu_token=0.02, prefill_token=0.4,
+        cpu_token=0.3, cpu_fixed=40, iteration=350, hand_off_row=2, copy_token=2.0,
+    )  # fmt: skip
+    executor = AheadExecutor(cost, host_us)
+    monkeypatch.setattr(probe_module.time, "perf_counter", lambda: executor.now)
+    found = MeasuredCostModel(profile(Probe(executor, {GPU: 256, CPU: 1024}, 16), POINTS, 8))
+    for kind in HOST_KINDS:
+        assert found.host_us(kind) == pytest.approx(host_us)
+    load = Load(30, 3000, gpu_requests=30)
+    second = Load(40, 0, 2000, cpu_requests=40)
+    for mine, theirs in (
+        (gpu_only_us(found, load), gpu_only_us(cost, load)),
+        (asymmetric_us(found, load, second), asymmetric_us(cost, load, second)),
+    ):
+        assert mine == pytest.approx(max(theirs, host_us), rel=0.08)
+    if host_us < 1000:  # else the copies are shorter than their launches
+        assert found.copy_us(512) == pytest.approx(cost.copy_us(512), rel=0.05)
 
 
 def test_without_a_cpu_side_its_tables_are_empty(fake: FakeExecutor) -> None:

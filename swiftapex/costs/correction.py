@@ -18,6 +18,7 @@ STAGES = LINEAR, GPU_ATTENTION, PREFILL, CPU_ATTENTION, REST = (
 )  # fmt: skip
 _BOUND = 2.0  # factors stay within [1 / _BOUND, _BOUND]
 _GAIN = 0.1  # share of an iteration's error (its logarithm) that is taken in at once
+_GOOD_ENOUGH = 0.01  # relative error from which on there is something to correct
 _OUTLIER = 3.0  # an iteration that took so many times longer or shorter says nothing
 
 
@@ -66,7 +67,7 @@ class CorrectedCostModel:
         if not predicted or measured_us <= 0:
             return
         ratio = measured_us / predicted
-        if not 1 / _OUTLIER < ratio < _OUTLIER:
+        if abs(ratio - 1) < _GOOD_ENOUGH or not 1 / _OUTLIER < ratio < _OUTLIER:
             return
         for stage, us in stage_times(self, plan).items():
             share = min(1.0, us / predicted)

@@ -180,12 +180,12 @@ class _Measurement:
         for rows in p.cpu_requests:
             first, second = decodes(GPU, 1, 1), decodes(CPU, rows, rows)
             whole = self._time("asymmetric", first, second, sampled=1)
-            # Only what is launched: the device may also be waiting for the host.
-            host = self._probe.host_time("asymmetric", first, second)
             linear = self._linear(1) + self._linear(rows)
             known = self._iteration(1) + self._layers * linear
-            bound = self._probe.runs_ahead and host > 0.95 * whole
-            times.append(0.0 if bound else max(0.0, whole - known) / self._layers)
+            if self._probe.runs_ahead:  # the device may have been waiting for the host
+                host = self._probe.host_time("asymmetric", first, second)
+                known = whole if host > 0.95 * whole else known
+            times.append(max(0.0, whole - known) / self._layers)
         return Line(p.cpu_requests, tuple(times))
 
     def _measure_copies(self) -> Line:

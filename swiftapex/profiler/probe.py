@@ -83,24 +83,27 @@ class Probe:
                 result.fetch()
             return 1e6 * _undisturbed(times[_WARM:])
 
-    def move_time(self, num_blocks: int) -> float:
-        """µs of an iteration that only moves a request of so many blocks to the CPU and back, each
-        way on average."""
+    def move_time(self, num_blocks: int, times: int = 6) -> float:
+        """µs of moving a request of so many blocks to the other side, of `times` moves in turn. A
+        decode behind them shows when they are done."""
         gpu, cpu = (self._blocks(side, num_blocks, 0) for side in (Placement.GPU, Placement.CPU))
-        request_id = self._new_ids(1)[0]
+        (request_id,) = self._new_ids(1)
         out = Move(request_id, Placement.GPU, Placement.CPU, gpu, cpu)
         back = Move(request_id, Placement.CPU, Placement.GPU, cpu, gpu)
-        self._executor.execute(
-            StepPlan("sequential", (SubBatch(),), admitted=(_admission(request_id),))
-        )
-        times = []
-        for _ in range(3):
-            for move in (out, back):
-                start = time.perf_counter()
-                self._executor.execute(StepPlan("sequential", (SubBatch(),), moves=(move,)))
-                times.append(time.perf_counter() - start)
-        self._executor.execute(StepPlan("sequential", (SubBatch(),), released=(request_id,)))
-        return 1e6 * _undisturbed(times)
+        nothing = (SubBatch(),)
+        with self._plan("sequential", [decodes(Placement.GPU, 1, 1)], None) as decode:
+            alone = self._timed(decode)
+            self._executor.execute(
+                StepPlan("sequential", nothing, admitted=(_admission(request_id),))
+            )
+            start = time.perf_counter()
+            for index in range(times):
+                move = back if index % 2 else out
+                self._executor.execute(StepPlan("sequential", nothing, moves=(move,)))
+            self._executor.execute(decode).fetch()
+            whole = 1e6 * (time.perf_counter() - start)
+            self._executor.execute(StepPlan("sequential", nothing, released=(request_id,)))
+        return max(0.0, whole - alone) / times
 
     @contextmanager
     def _plan(

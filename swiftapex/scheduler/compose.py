@@ -24,14 +24,15 @@ def main_batch(state: SchedulerState, reserve: int = 0) -> BatchDraft:
 
 
 def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> None:
-    """All GPU decodes, oldest first. Where one finds no free block, the newest GPU request yields:
-    to the CPU where `demote` says so and it fits there, else it is preempted (recomputed).
+    """GPU decodes, oldest first, as many as there is room for. Where one finds no free block, the
+    newest GPU request yields: to the CPU where `demote` says so and it fits there, else it is
+    preempted (recomputed).
 
     Blocks that a move leaves are free after this iteration only, so that a decode may wait once.
     The oldest request never yields and fits alone, so that it always advances: every request ends.
     """
     coming = 0  # blocks that moves of this plan leave, not yet promised to a waiting decode
-    requests = state.decoding(Placement.GPU)
+    requests = state.gpu_decodes().first(batch.row_room)
     while requests and batch.room:
         added = state.add_decodes(batch, requests)
         request, requests = requests[added:][:1], requests[added + 1 :]

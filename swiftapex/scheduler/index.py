@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
+from itertools import islice
 from typing import Any
 
 from swiftapex.core.request import Placement, Request
@@ -58,8 +59,7 @@ class Lazily:
 
     def first(self, count: int) -> list[Request]:
         """At most `count`."""
-        while len(self._seen) < count and (request := next(self._more, None)) is not None:
-            self._seen.append(request)
+        self._seen.extend(islice(self._more, max(0, count - len(self._seen))))
         return self._seen[:count]
 
 

@@ -25,7 +25,7 @@ from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
 
 _LOOK_ON = 32  # candidates that are looked at after the last one that fitted
-_TOGETHER = 32  # of so many that were taken, a group of one more
+_TOGETHER = 16  # of so many that were taken, a group of one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def choose_split(
 
     Each goes where the CPU has more time left (`spare_us`), and only if that stays >= 0: then its
     attention is hidden behind the GPU's work. One that does not fit is left out, with all that are
-    longer; the search ends where 32 in a row were. With n taken, n / 32 more are tried together,
+    longer; the search ends where 32 in a row were. With n taken, n / 16 more are tried together,
     which saves time and is as fine. The first `forced` are taken even if they are not hidden.
     Without rows in `main` there is nothing to hide behind, and all are taken in two halves.
     """
@@ -61,21 +61,25 @@ def choose_split(
     if main.rows == 0:
         halves.share_out(candidates)
         return halves.split()
-    for one in islice(candidates, forced):
-        halves.take([one], must=True)
+    for index, tokens in islice(candidates, forced):
+        halves.take([index], tokens, must=True)
     left_out = float("inf")  # tokens of the shortest one that did not fit
     since = 0  # candidates looked at since one was taken
-    for one in candidates:
-        group = [one, *islice(candidates, 0 if since else halves.count // _TOGETHER)]
-        if len(group) > 1 and halves.take(group):
-            continue
-        for one in group:
+    for index, tokens in candidates:
+        more = halves.count // _TOGETHER
+        if more and not since:
+            group = [(index, tokens), *islice(candidates, more)]
+            if halves.take([i for i, _ in group], sum(t for _, t in group)):
+                continue
+        else:
+            group = [(index, tokens)]
+        for index, tokens in group:
             since += 1
-            if one[1] < left_out:
-                if halves.take([one]):
+            if tokens < left_out:
+                if halves.take([index], tokens):
                     since = 0
                 else:
-                    left_out = one[1]
+                    left_out = tokens
         if since >= _LOOK_ON or halves.are_full:
             break
     return halves.split()
@@ -87,6 +91,7 @@ class _Halves:
     def __init__(self, cost: CostModel, main: Load, rooms: tuple[int, int]) -> None:
         self._cost = cost
         self._main = main
+        self.count = 0  # candidates taken so far
         self._rooms = list(rooms)
         self._picks: tuple[list[int], list[int]] = ([], [])
         self._tokens, self._counts = [main.cpu_tokens, 0], [main.cpu_requests, 0]
@@ -97,29 +102,22 @@ class _Halves:
     def are_full(self) -> bool:
         return max(self._rooms) <= 0
 
-    @property
-    def count(self) -> int:
-        """Candidates taken so far."""
-        return len(self._picks[0]) + len(self._picks[1])
-
-    def take(self, group: Sequence[tuple[int, int]], must: bool = False) -> bool:
-        """Puts a group of candidates, (index, tokens) each, where the CPU has more time left: if it
-        has any for them, or they `must`."""
-        more, count = sum(tokens for _, tokens in group), len(group)
+    def take(self, indices: Sequence[int], tokens: int, must: bool = False) -> bool:
+        """Puts candidates that read `tokens` tokens together where the CPU has more time left: if
+        it has any for them, or they `must`."""
+        count, attention_us = len(indices), self._cost.cpu_attention_us
         # T_l0 hides what the CPU does for the second half, T_l1 + T_ga0 what it does for the first.
         beside = (self._linear[1] + self._gpu_attention, self._linear[0])
         best, spare = -1, 0.0
         for half in (1, 0):
             if count <= self._rooms[half]:
-                attention = self._cost.cpu_attention_us(
-                    self._tokens[half] + more, self._counts[half] + count
-                )
+                attention = attention_us(self._tokens[half] + tokens, self._counts[half] + count)
                 left = beside[half] - attention
                 if best < 0 or left > spare:
                     best, spare = half, left
         if best < 0 or (spare < 0 and not must):
             return False
-        self._put(best, [index for index, _ in group], more)
+        self._put(best, indices, tokens)
         self._linear[best] = self._linear_us(best)
         return True
 
@@ -140,11 +138,13 @@ class _Halves:
         )
         return Split((tuple(first), tuple(second)), loads)
 
-    def _put(self, half: int, indices: list[int], tokens: int) -> None:
+    def _put(self, half: int, indices: Sequence[int], tokens: int) -> None:
+        count = len(indices)
+        self.count += count
         self._picks[half].extend(indices)
-        self._rooms[half] -= len(indices)
+        self._rooms[half] -= count
         self._tokens[half] += tokens
-        self._counts[half] += len(indices)
+        self._counts[half] += count
 
     def _linear_us(self, half: int) -> float:
         """T_l of a half with all that it holds now, its hand-off included."""

@@ -58,14 +58,17 @@ class SchedulerState:
     def decoding(self, side: Placement) -> list[Request]:
         """Free requests whose next step is a decode on `side`, oldest first."""
         if side is Placement.GPU:
-            return self._unplanned(self._index.gpu_decodes)
+            return list(self.gpu_decodes())
         return sorted(self.cpu_decodes(), key=lambda r: r.request_id)
+
+    def gpu_decodes(self) -> Lazily:
+        """As `decoding` on the GPU. To be read before a request moves, starts or yields."""
+        return self._unplanned(self._index.gpu_decodes)
 
     def cpu_decodes(self) -> Lazily:
         """As `decoding` on the CPU, but least recently served first, older ones before younger. To
         be read before a request moves, starts or yields."""
-        planned = self._planned
-        return Lazily(r for r in self._index.cpu_decodes if r.request_id not in planned)
+        return self._unplanned(self._index.cpu_decodes)
 
     @property
     def oldest_cpu_decode(self) -> Request | None:
@@ -79,7 +82,7 @@ class SchedulerState:
 
     def prefilling(self) -> list[Request]:
         """Free running requests with tokens still to prefill, oldest first."""
-        return self._unplanned(self._index.prefills)
+        return list(self._unplanned(self._index.prefills))
 
     def running_on(self, side: Placement) -> int:
         """Running requests whose blocks are on `side`, in flight or not."""
@@ -345,9 +348,11 @@ class SchedulerState:
         on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
         assert self.cpu_tokens == sum(on_cpu)
 
-    def _unplanned(self, requests: Iterable[Request]) -> list[Request]:
+    def _unplanned(self, requests: Iterable[Request]) -> Lazily:
         planned = self._planned
-        return [r for r in requests if r.request_id not in planned] if planned else list(requests)
+        if not planned:
+            return Lazily(requests)
+        return Lazily(r for r in requests if r.request_id not in planned)
 
     def _advanced(self, request: Request) -> None:
         """A chunk or a CPU decode of it has been launched."""
