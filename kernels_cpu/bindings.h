@@ -25,6 +25,9 @@ inline DType dtype_of(int number) {
     return static_cast<DType>(number);
 }
 
+// 3: int8, which only KV may have.
+inline DType kv_dtype_of(int number) { return number == kInt8 ? kInt8 : dtype_of(number); }
+
 // Every kernel call releases the GIL for as long as it runs.
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 

@@ -10,19 +10,20 @@
 
 namespace swiftapex {
 
-// One layer: [num_blocks, kv_heads, K|V, block_size, head_dim], contiguous. Block source_ids[i]
-// goes to target_ids[i], in that order.
+// One layer: [num_blocks, kv_heads, K|V, block_size, head_dim], contiguous; int8 planes as in
+// kernel_table.h. Block source_ids[i] goes to target_ids[i], in that order.
 struct CopyBlocksArgs {
     const void* source;
     void* target;
     DType source_dtype, target_dtype;
     int64_t source_num_blocks, target_num_blocks;
-    int64_t block_elements;  // kv_heads * 2 * block_size * head_dim
+    int64_t planes;  // of a block: kv_heads * 2
+    int block_size, head_dim;
     std::vector<int64_t> source_ids, target_ids;
 };
 
-// On the calling thread. Rounds to nearest, ties to even. Throws std::invalid_argument or
-// std::out_of_range, and then has copied nothing.
+// On the calling thread, quantising and back where one side is int8. Rounds to nearest, ties to
+// even. Throws std::invalid_argument or std::out_of_range, and then has copied nothing.
 void copy_blocks(const CopyBlocksArgs& args);
 
 // Copies one request after the other on a thread of its own, strictly in the order of submission:

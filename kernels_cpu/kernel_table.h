@@ -7,8 +7,11 @@
 
 namespace swiftapex {
 
-enum DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+// int8 is a dtype of KV only: whole numbers from -127 to 127 with a float32 scale per token and
+// head. A plane [block_size, head_dim] is followed by its scales [block_size].
+enum DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
 constexpr int kNumDTypes = 3;
+constexpr int kNumKvDTypes = 4;
 
 // Every kernel is called once on each thread of a pool, with `thread` in [0, num_threads), and
 // picks its share of the rows by that. Strides count elements.
@@ -80,12 +83,15 @@ struct KernelTable {
     void (*read_stream)(const ReadStreamArgs&, int thread, int num_threads);
     // By KV dtype. `scratch`: see paged_decode_attention.cpp, aligned to 64, one per thread. The
     // merge must not begin before every thread has finished its pieces.
-    void (*decode_pieces[kNumDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
-                                      void* scratch, int thread);
-    void (*decode_merge[kNumDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
-                                     void* scratch, int thread, int num_threads);
+    void (*decode_pieces[kNumKvDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
+                                        void* scratch, int thread);
+    void (*decode_merge[kNumKvDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
+                                       void* scratch, int thread, int num_threads);
     // By source and target dtype: `count` elements, on the calling thread only.
     void (*convert[kNumDTypes][kNumDTypes])(const void* source, void* target, int64_t count);
+    // One plane of KV between a dtype and int8, on the calling thread only.
+    void (*quantize[kNumDTypes])(const void* source, void* plane, int rows, int head_dim);
+    void (*dequantize[kNumDTypes])(const void* plane, void* target, int rows, int head_dim);
 };
 
 }  // namespace swiftapex

@@ -154,15 +154,17 @@ void bind_copy_lane(py::module_& module) {
             "submit",
             [](CopyHolder& self, py::object owners, uintptr_t arrival, uintptr_t done,
                uintptr_t source, uintptr_t target, int source_dtype, int target_dtype,
-               int64_t source_num_blocks, int64_t target_num_blocks, int64_t block_elements,
-               std::vector<int64_t> source_ids, std::vector<int64_t> target_ids) {
+               int64_t source_num_blocks, int64_t target_num_blocks, int64_t planes, int block_size,
+               int head_dim, std::vector<int64_t> source_ids, std::vector<int64_t> target_ids) {
                 CopyBlocksArgs args{pointer<const void>(source),
                                     pointer<void>(target),
-                                    dtype_of(source_dtype),
-                                    dtype_of(target_dtype),
+                                    kv_dtype_of(source_dtype),
+                                    kv_dtype_of(target_dtype),
                                     source_num_blocks,
                                     target_num_blocks,
-                                    block_elements,
+                                    planes,
+                                    block_size,
+                                    head_dim,
                                     std::move(source_ids),
                                     std::move(target_ids)};
                 return self.hold(std::move(owners), [&] {

@@ -33,12 +33,14 @@ class DecodePlan {
   private:
     void add_row(int row, int context, int head_begin, int head_end);
     void join_split_rows();
+    bool merges_are_small() const;
 
     int rows_, kv_heads_, block_size_, num_threads_;
     int max_blocks_ = 0;
     std::vector<DecodePiece> pieces_;
     std::vector<int32_t> piece_begin_;
     std::vector<DecodeMerge> merges_;
+    std::vector<int32_t> pieces_left_;  // of each merge; empty: see DecodePlanView
     int64_t num_merge_heads_ = 0;
     int64_t num_slots_ = 0;  // kv heads of all unfinished pieces
     std::vector<float> values_, maxima_, sums_;

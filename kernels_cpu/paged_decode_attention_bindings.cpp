@@ -33,7 +33,7 @@ DecodeAttentionArgs decode_attention_args(const DecodePlan& plan, int dtype, int
     args.block_size = plan.block_size();
     args.scale = scale;
     args.dtype = dtype_of(dtype);
-    args.kv_dtype = dtype_of(kv_dtype);
+    args.kv_dtype = kv_dtype_of(kv_dtype);
     return args;
 }
 

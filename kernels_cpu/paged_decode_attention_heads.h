@@ -5,6 +5,7 @@
 
 #include "kernels_cpu/paged_decode_attention_tile.h"
 #include "kernels_cpu/paged_decode_attention_types.h"
+#include "kernels_cpu/quantize.h"
 
 namespace swiftapex::SWIFTAPEX_ISA {
 
@@ -133,7 +134,7 @@ struct BlockRunner {
     const T* k;  // planes [block_size, head_dim]
     const T* v;
     const T* next;  // the planes that are read after these, or null
-    int head_dim, tokens;
+    int block_size, head_dim, tokens;
     float scale;
     int tile, num_tiles;
     float *queries, *values, *maxima, *sums;  // of the tile's first query head
@@ -147,6 +148,13 @@ struct BlockRunner {
                               (end - begin) * int64_t(sizeof(T)), steps);
     }
 
+    void fetch_scales() const {
+        for (int i = 0; i < tokens; i += 16) {
+            prefetch_far(plane_scales(next, block_size, head_dim) + i);
+            prefetch_far(plane_scales(next + (v - k), block_size, head_dim) + i);
+        }
+    }
+
     template <int Heads>
     void run() const {
         using Shape = typename Scores<T>::template Shape<Heads>;
@@ -157,8 +165,15 @@ struct BlockRunner {
             next == nullptr ? Prefetch::none()
                             : ahead(next + (v - k), next, value_steps<Shape>(head_dim, tokens));
         Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
-        softmax_tokens<Shape>(scores, tokens, Scores<T>::template remaining_scale<Heads>(scale),
-                              maxima, sums, rescale);
+        const float remaining = Scores<T>::template remaining_scale<Heads>(scale);
+        if constexpr (kScaleElements<T> > 0) {
+            const TokenScales scales{plane_scales(k, block_size, head_dim),
+                                     plane_scales(v, block_size, head_dim)};
+            if (next != nullptr) fetch_scales();
+            softmax_tokens<Shape>(scores, tokens, remaining, scales, maxima, sums, rescale);
+        } else {
+            softmax_tokens<Shape>(scores, tokens, remaining, NoScales{}, maxima, sums, rescale);
+        }
         add_values<Shape>(v, head_dim, tokens, scores, rescale, while_adding, values,
                           padded_head_dim(head_dim));
     }

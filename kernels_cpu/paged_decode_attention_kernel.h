@@ -42,7 +42,7 @@ struct DecodePieceRunner {
     // The K plane of a block and kv head; its V plane follows.
     T* plane(const DecodePiece& piece, int block, int head) const {
         const int64_t id = args.block_table[piece.row * args.block_table_stride + block];
-        const int64_t plane_size = int64_t(args.block_size) * args.head_dim;
+        const int64_t plane_size = plane_elements<T>(args.block_size, args.head_dim);
         return static_cast<T*>(args.kv) + (id * args.kv_heads + head) * 2 * plane_size;
     }
 
@@ -71,17 +71,27 @@ struct DecodePieceRunner {
     void append(const DecodePiece& piece, int head, T* k_plane) const {
         const int64_t position = (piece.token_end - 1) % args.block_size;
         const int64_t source = int64_t(head) * args.head_dim;
-        T* k = k_plane + position * args.head_dim;
-        T* v = k + int64_t(args.block_size) * args.head_dim;
-        convert_head(static_cast<const A*>(args.k) + piece.row * args.k_stride + source,
-                     args.head_dim, k);
-        convert_head(static_cast<const A*>(args.v) + piece.row * args.v_stride + source,
-                     args.head_dim, v);
+        T* v_plane = k_plane + plane_elements<T>(args.block_size, args.head_dim);
+        append_row(static_cast<const A*>(args.k) + piece.row * args.k_stride + source, k_plane,
+                   position);
+        append_row(static_cast<const A*>(args.v) + piece.row * args.v_stride + source, v_plane,
+                   position);
+    }
+
+    void append_row(const A* x, T* plane, int64_t position) const {
+        T* row = plane + position * args.head_dim;
+        if constexpr (kScaleElements<T> > 0) {
+            const float scale = quantize_row(x, args.head_dim, row);
+            const_cast<float*>(plane_scales(plane, args.block_size, args.head_dim))[position] =
+                scale;
+        } else {
+            convert_head(x, args.head_dim, row);
+        }
     }
 
     // next: the first K plane of the thread's next piece, or null.
     void attend(const DecodePiece& piece, const T* next) const {
-        const int64_t plane_size = int64_t(args.block_size) * args.head_dim;
+        const int64_t plane_size = plane_elements<T>(args.block_size, args.head_dim);
         const int block_end = (piece.token_end + args.block_size - 1) / args.block_size;
         for (int block = piece.token_begin / args.block_size; block < block_end; ++block) {
             const int left = piece.token_end - block * args.block_size;
@@ -99,14 +109,14 @@ struct DecodePieceRunner {
 
     void attend_plane(const DecodePiece& piece, const T* k, const T* next, int tokens,
                       int head) const {
-        const T* v = k + int64_t(args.block_size) * args.head_dim;
+        const T* v = k + plane_elements<T>(args.block_size, args.head_dim);
         const HeadTiles tiles{group()};
         for (int i = 0; i < tiles.count(); ++i) {
             const int64_t h = int64_t(head - piece.head_begin) * group() + tiles.begin(i);
             with_tile_heads(
                 tiles.heads(i),
-                BlockRunner<T, A>{k, v, next, args.head_dim, tokens, base2_scale(), i,
-                                  tiles.count(), queries(h), scratch.values + h * padded(),
+                BlockRunner<T, A>{k, v, next, args.block_size, args.head_dim, tokens, base2_scale(),
+                                  i, tiles.count(), queries(h), scratch.values + h * padded(),
                                   scratch.maxima + h * kWidth, scratch.sums + h * kWidth,
                                   scratch.scores});
         }
@@ -156,8 +166,20 @@ struct DecodePieceRunner {
                                        plan.pieces[i + 1].head_begin)
                                : nullptr);
             finish(piece);
+            if (piece.merge >= 0 && plan.pieces_left != nullptr) finish_merge(piece.merge);
         }
         Scores<T>::end();
+    }
+
+    // The counter orders the pieces' results before the reading of them. It does not matter who
+    // merges: the order of the pieces is that of their slots.
+    void finish_merge(int index) const {
+        const DecodeMerge& merge = plan.merges[index];
+        int32_t& left = plan.pieces_left[index];
+        if (__atomic_sub_fetch(&left, 1, __ATOMIC_ACQ_REL) > 0) return;
+        __atomic_store_n(&left, merge.num_pieces, __ATOMIC_RELAXED);
+        const int heads = (merge.head_end - merge.head_begin) * group();
+        for (int h = 0; h < heads; ++h) merge_head(merge, h);
     }
 
     // One query head of a split row: 2^(maximum - highest) weighs each piece's
@@ -219,6 +241,8 @@ inline void with_decode_runner(const DecodeAttentionArgs& args, const DecodePlan
             return body(DecodePieceRunner<T, Half>{args, plan, memory});
         case kBFloat16:
             return body(DecodePieceRunner<T, BFloat16>{args, plan, memory});
+        case kInt8:
+            return;  // of KV only
     }
 }
 

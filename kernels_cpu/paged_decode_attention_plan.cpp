@@ -13,6 +13,9 @@ constexpr int kMinPieceTokens = 256;  // rows are not cut into shorter pieces to
 // tokens take.
 constexpr int kRowCost = 16;
 
+// A merge of so many kv heads of pieces, a few microseconds, is no longer than a fork-join.
+constexpr int kSmallMerge = 16;
+
 // How many pieces of at least kMinPieceTokens the rows can give, whole rows counting as one.
 int64_t num_possible_pieces(const int32_t* context_lens, int rows) {
     int64_t pieces = 0;
@@ -61,7 +64,7 @@ void DecodePlan::add_row(int row, int context, int head_begin, int head_end) {
     const double near = std::max(block_size_ / 2.0, std::min(128.0, part_tokens / 32));
     int begin = 0;
     const auto add_piece = [&](int end) {
-        pieces_.push_back({row, head_begin, head_end, begin, end, end == context, -1});
+        pieces_.push_back({row, head_begin, head_end, begin, end, end == context, -1, -1});
         begin = end;
     };
     // The cut after the last part is the end of the line, which rounding must not bring forward.
@@ -93,10 +96,21 @@ void DecodePlan::join_split_rows() {
         if (count > 1) {
             merges_.push_back({piece.row, piece.head_begin, piece.head_end, count, num_slots_});
             num_merge_heads_ += heads;
-            for (size_t i = first; i < end; ++i, num_slots_ += heads) pieces_[i].slot = num_slots_;
+            for (size_t i = first; i < end; ++i, num_slots_ += heads) {
+                pieces_[i].slot = num_slots_;
+                pieces_[i].merge = int32_t(merges_.size()) - 1;
+            }
         }
         first = end;
     }
+    if (!merges_are_small()) return;
+    for (const DecodeMerge& merge : merges_) pieces_left_.push_back(merge.num_pieces);
+}
+
+bool DecodePlan::merges_are_small() const {
+    return std::all_of(merges_.begin(), merges_.end(), [](const DecodeMerge& merge) {
+        return merge.num_pieces * (merge.head_end - merge.head_begin) <= kSmallMerge;
+    });
 }
 
 void DecodePlan::reserve(int q_heads, int head_dim) {
@@ -109,8 +123,11 @@ void DecodePlan::reserve(int q_heads, int head_dim) {
 }
 
 DecodePlanView DecodePlan::view() {
-    return {pieces_.data(),   piece_begin_.data(), merges_.data(), int32_t(merges_.size()),
-            num_merge_heads_, values_.data(),      maxima_.data(), sums_.data()};
+    return {pieces_.data(),   piece_begin_.data(),
+            merges_.data(),   int32_t(merges_.size()),
+            num_merge_heads_, pieces_left_.empty() ? nullptr : pieces_left_.data(),
+            values_.data(),   maxima_.data(),
+            sums_.data()};
 }
 
 }  // namespace swiftapex

@@ -160,15 +160,44 @@ inline F32 max_over_tokens(F32 x) {
     return x;
 }
 
+// What K and V of a token are multiplied by: `k` goes into its scores, `v` into its weights.
+struct NoScales {
+    static constexpr bool kScaled = false;
+    template <class Shape>
+    F32 scaled_weight(F32 x, int) const {
+        return x;
+    }
+};
+struct TokenScales {
+    static constexpr bool kScaled = true;
+    const float* k;
+    const float* v;
+    // token: the first one of the vector x.
+    template <class Shape>
+    F32 scaled_score(F32 x, int token) const {
+        return mul(x, repeat<Shape::kTokens>(k + token));
+    }
+    template <class Shape>
+    F32 scaled_weight(F32 x, int token) const {
+        return mul(x, repeat<Shape::kTokens>(v + token));
+    }
+};
+
 // Turns scores into 2^(score * scale - maximum) with the running maximum.
 // `maximum` and `sum` are the state of the heads, one vector of lanes each: the
 // maximum is the same in a head's lanes, the sum is spread over them. `rescale`
 // gets what earlier sums and values must be multiplied by.
-template <class Shape>
-inline void softmax_tokens(float* scores, int tokens, float scale, float* maximum, float* sum,
-                           float* rescale) {
+template <class Shape, class Scales>
+inline void softmax_tokens(float* scores, int tokens, float scale, Scales scales, float* maximum,
+                           float* sum, float* rescale) {
     const F32 factor = set1(scale);
     const int vectors_end = (tokens + Shape::kTokens - 1) / Shape::kTokens * Shape::kLanes;
+    const auto token = [](int i) { return i / Shape::kLanes * Shape::kTokens; };
+    if constexpr (Scales::kScaled) {
+        for (int i = 0; i < vectors_end; i += kWidth) {
+            store(scores + i, scales.template scaled_score<Shape>(load(scores + i), token(i)));
+        }
+    }
     for (int t = tokens; t % Shape::kTokens != 0; ++t) {
         for (int h = 0; h < Shape::kPadded; ++h) {
             scores[Shape::index(t) + h * Shape::kHeadStride] = -kInfinity;
@@ -186,7 +215,7 @@ inline void softmax_tokens(float* scores, int tokens, float scale, float* maximu
         F32 total = mul(load(sum + v), correction);
         for (int i = v; i < vectors_end; i += Shape::kLanes) {
             const F32 weight = exp2(fma(load(scores + i), factor, negated));
-            store(scores + i, weight);
+            store(scores + i, scales.template scaled_weight<Shape>(weight, token(i)));
             total = add(total, weight);
         }
         store(maximum + v, now);

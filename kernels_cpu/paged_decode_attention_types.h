@@ -37,6 +37,7 @@ struct DecodePiece {
     bool appends;   // the row's new token is the last of this piece
     int64_t slot;   // of its unnormalised result, counted in kv heads; -1: it is
                     // the whole result
+    int32_t merge;  // that the piece belongs to; -1: none
 };
 
 // Pieces of the same row and heads whose results become one.
@@ -54,6 +55,9 @@ struct DecodePlanView {
     const DecodeMerge* merges;
     int32_t num_merges;
     int64_t num_merge_heads;  // sum of their kv heads
+    // Pieces of each merge that are not finished yet: the thread that finishes the last one merges,
+    // and sets the count back for the next call. Null: a second fork-join merges.
+    int32_t* pieces_left;
     // Unnormalised results, one row per q head: slot * group + g.
     float* values;  // [.., padded_head_dim(head_dim)], in the order of the KV
                     // dtype's vector pairs

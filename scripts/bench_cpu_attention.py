@@ -2,7 +2,8 @@
 
 The KV pool is larger than the caches and every call reads other blocks of it, in random order, so
 that KV comes from memory. The bandwidth is that of a plain read of the same pool by the same
-threads, measured in turns with the attention. Prints one JSON object.
+threads, measured in turns with the attention. Prints one JSON object; settings that do not fit
+into the pool are listed under "skipped".
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftapex import _kernels_cpu as kernels
-from swiftapex.backends.cpu import zeroed_huge_pages
+from swiftapex.backends.cpu import kv_row, zeroed_huge_pages
+from swiftapex.backends.cpu_ops import KV_DTYPE_NUMBERS
 from swiftapex.backends.reference import split_heads
 from swiftapex.core.ops import AttentionShape
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,  # of KV; the activations are bfloat16
+}
 SAMPLE_BYTES = 32 << 20  # read per sample, so that a sample is shorter than a scheduler's slice
+MAX_STREAM_BYTES = 1 << 30  # of a sample beside a call that reads more than SAMPLE_BYTES
+SPIN_US = 200  # threads stay awake between two calls from Python
 QUANTILE = 0.2  # of the samples' times: other load on the machine can only lengthen them
 
 
@@ -39,7 +48,7 @@ class Setting:
     dtype: str
     batch: int
     context: int
-    mixed: bool  # contexts spread evenly over [context / 2, 3 / 2 context]
+    mixed: bool  # contexts spread evenly: see `contexts`
     threads: int
     head_dim: int
     block_size: int
@@ -48,11 +57,12 @@ class Setting:
         if not self.mixed:
             return [self.context] * self.batch
         g = torch.Generator().manual_seed(0)
-        low, high = self.context // 2, self.context * 3 // 2
+        low, high = min(16, self.context), 2 * self.context - min(16, self.context)
         return torch.randint(low, high + 1, (self.batch,), generator=g).tolist()
 
     def token_bytes(self) -> int:
-        return self.kv_heads * 2 * self.head_dim * DTYPES[self.dtype].itemsize
+        dtype = DTYPES[self.dtype]
+        return self.kv_heads * 2 * kv_row(self.head_dim, dtype) * dtype.itemsize
 
     def call_bytes(self) -> int:
         return sum(self.contexts()) * self.token_bytes()
@@ -63,7 +73,7 @@ class Attention:
 
     def __init__(self, setting: Setting, pool: kernels.ThreadPool, memory: Tensor) -> None:
         s, dtype = setting, DTYPES[setting.dtype]
-        block = (s.kv_heads, 2, s.block_size, s.head_dim)
+        block = (s.kv_heads, 2, s.block_size, kv_row(s.head_dim, dtype))
         num_blocks = memory.numel() // (s.block_size * s.token_bytes())
         used = num_blocks * s.block_size * s.token_bytes()
         self.kv = memory[:used].view(dtype).view(num_blocks, *block)
@@ -71,12 +81,14 @@ class Attention:
         self.shape = AttentionShape(s.q_heads, s.kv_heads, s.head_dim, s.block_size)
         lens = torch.tensor(s.contexts(), dtype=torch.int32)
         blocks = [-(-n // s.block_size) for n in lens.tolist()]
-        self.tables = itertools.cycle(list(self._tables(num_blocks, blocks)))
-        self.qkv = torch.randn(s.batch, s.q_heads + 2 * s.kv_heads, s.head_dim).to(dtype)
-        self.out = torch.empty(s.batch, s.q_heads, s.head_dim, dtype=dtype)
+        self.tables = list(self._tables(num_blocks, blocks))  # kept alive: calls hold addresses
+        activations = torch.bfloat16 if dtype is torch.int8 else dtype
+        self.qkv = torch.randn(s.batch, s.q_heads + 2 * s.kv_heads, s.head_dim).to(activations)
+        self.out = torch.empty(s.batch, s.q_heads, s.head_dim, dtype=activations)
         self.plan = kernels.DecodePlan(
             lens.data_ptr(), s.batch, s.kv_heads, s.block_size, s.threads
         )
+        self.calls = itertools.cycle([self._arguments(table) for table in self.tables])
 
     def _tables(self, num_blocks: int, blocks: list[int]) -> Iterator[Tensor]:
         order = torch.randperm(num_blocks, dtype=torch.int32)
@@ -87,21 +99,24 @@ class Attention:
                 begin += n
             yield table
 
-    def __call__(self) -> None:
-        s, table = self.setting, next(self.tables)
+    def _arguments(self, table: Tensor) -> tuple[Any, ...]:
+        """Made beforehand: they take longer than a short call."""
+        s = self.setting
         q, k, v = split_heads(self.qkv, self.shape)
-        number = list(DTYPES).index(s.dtype)
-        kernels.paged_decode_attention(
+        return (
             self.pool,
             self.plan,
-            number,
-            number,
+            KV_DTYPE_NUMBERS[self.qkv.dtype],
+            KV_DTYPE_NUMBERS[self.kv.dtype],
             *(x.data_ptr() for x in (q, k, v, self.out, self.kv, table)),
             *(x.stride(0) for x in (q, k, v, self.out, table)),
             s.q_heads,
             s.head_dim,
             self.shape.scale,
         )
+
+    def __call__(self) -> None:
+        kernels.paged_decode_attention(*next(self.calls))
 
 
 def timed(call: Callable[[], object], repeats: int) -> float:
@@ -118,10 +133,11 @@ def undisturbed(samples: list[float]) -> float:
 
 def measure(setting: Setting, pool: kernels.ThreadPool, memory: Tensor, seconds: float) -> Any:
     attention = Attention(setting, pool, memory)
-    starts = itertools.cycle(range(0, memory.numel() - SAMPLE_BYTES + 1, SAMPLE_BYTES))
+    sample_bytes = min(max(SAMPLE_BYTES, setting.call_bytes()), MAX_STREAM_BYTES, memory.numel())
+    starts = itertools.cycle(range(0, memory.numel() - sample_bytes + 1, sample_bytes))
 
     def stream() -> None:
-        kernels.read_stream(pool, memory.data_ptr() + next(starts), SAMPLE_BYTES)
+        kernels.read_stream(pool, memory.data_ptr() + next(starts), sample_bytes)
 
     attention()
     all_cpus = os.sched_getaffinity(0)
@@ -135,7 +151,7 @@ def measure(setting: Setting, pool: kernels.ThreadPool, memory: Tensor, seconds:
         stream_s.append(timed(stream, 1))
     os.sched_setaffinity(0, all_cpus)
     layer_s, sample_s = undisturbed(attention_s), undisturbed(stream_s)
-    stream_gb_s = SAMPLE_BYTES / sample_s / 1e9
+    stream_gb_s = sample_bytes / sample_s / 1e9
     read_gb_s = setting.call_bytes() / layer_s / 1e9
     group = setting.q_heads // setting.kv_heads
     return {
@@ -150,9 +166,9 @@ def measure(setting: Setting, pool: kernels.ThreadPool, memory: Tensor, seconds:
 
 
 def torch_us(setting: Setting) -> float | None:
-    """scaled_dot_product_attention over contiguous KV; None where that is too large or mixed."""
+    """scaled_dot_product_attention over contiguous KV; None where that is mixed, int8 or slow."""
     s, dtype = setting, DTYPES[setting.dtype]
-    if s.mixed or s.call_bytes() > 1 << 30:
+    if s.mixed or dtype is torch.int8 or s.call_bytes() > 1 << 28:
         return None
     torch.set_num_threads(s.threads)
     copies = max(1, (256 << 20) // s.call_bytes())
@@ -169,12 +185,17 @@ def torch_us(setting: Setting) -> float | None:
     return round(timed(call, max(1, int(0.3 / first))) * 1e6, 2)
 
 
+def fits(setting: Setting, memory_bytes: int) -> bool:
+    blocks = sum(-(-n // setting.block_size) for n in setting.contexts())
+    return blocks * setting.block_size * setting.token_bytes() <= memory_bytes
+
+
 def settings(args: argparse.Namespace) -> Iterator[Setting]:
     for heads, threads, dtype, context, batch in itertools.product(
         args.heads, args.threads, args.dtypes, args.contexts, args.batches
     ):
         q_heads, kv_heads = (int(n) for n in heads.split(":"))
-        setting = Setting(
+        yield Setting(
             q_heads,
             kv_heads,
             dtype,
@@ -185,24 +206,30 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
             args.head_dim,
             args.block_size,
         )
-        blocks = sum(-(-n // args.block_size) for n in setting.contexts())
-        if blocks * args.block_size * setting.token_bytes() <= args.memory_mib << 20:
-            yield setting
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """One panel per number of query and kv heads, dtype and threads; one line per batch size."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5))
-    lines: dict[str, list[tuple[int, float]]] = {}
+    panels: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for r in results:
-        name = f"{r['q_heads']}:{r['kv_heads']} {r['dtype']} batch {r['batch']} x{r['threads']}"
-        lines.setdefault(name, []).append((r["context"], r["share"]))
-    for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xscale="log", xlabel="context (tokens)", ylabel="share of read bandwidth")
-    axes.legend(fontsize=6)
-    figure.savefig(path, bbox_inches="tight")
+        title = f"{r['q_heads']}:{r['kv_heads']} {r['dtype']}, {r['threads']} threads"
+        panels.setdefault(title, {}).setdefault(r["batch"], []).append((r["context"], r["share"]))
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(3 * columns, 2.5 * rows), sharex=True, sharey=True, squeeze=False
+    )
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        for batch, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"batch {batch}")
+        axes.set_title(title, fontsize=8)
+        axes.set(xscale="log", ylim=(0, 1.05))
+    grid[0, 0].legend(fontsize=6)
+    figure.supxlabel("context (tokens)")
+    figure.supylabel("share of read bandwidth")
+    figure.savefig(path, bbox_inches="tight", dpi=110)
 
 
 def main() -> None:
@@ -211,7 +238,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"], choices=DTYPES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64, 128])
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024, 4096, 16384])
-    parser.add_argument("--mixed", action="store_true", help="contexts from half to 3/2 of each")
+    parser.add_argument("--mixed", action="store_true", help="contexts from 16 to twice each")
     parser.add_argument("--threads", nargs="+", type=int, default=[torch.get_num_threads()])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=32)
@@ -225,15 +252,19 @@ def main() -> None:
     kernels.set_isa_cap(args.isa)
     memory = zeroed_huge_pages((args.memory_mib << 20,), torch.uint8).fill_(0)
     cpus = sorted(os.sched_getaffinity(0))
-    pools = {n: kernels.ThreadPool(n, cpus[:n]) for n in args.threads}
-    results = []
+    pools = {n: kernels.ThreadPool(n, cpus[:n], spin_us=SPIN_US) for n in args.threads}
+    results: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
     for setting in settings(args):
+        if not fits(setting, memory.numel()):
+            skipped.append(asdict(setting))
+            continue
         result = measure(setting, pools[setting.threads], memory, args.seconds)
         if args.torch:
             result["torch_us_per_layer"] = torch_us(setting)
         results.append(result)
         print(*result.values(), file=sys.stderr)
-    print(json.dumps({"isa": kernels.isa(), "results": results}, indent=1))
+    print(json.dumps({"isa": kernels.isa(), "results": results, "skipped": skipped}, indent=1))
     if args.plot:
         plot(results, args.plot)
 

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swiftapex import _kernels_cuda as kernels
 
+cuda: Any = torch.cuda  # parts of it have no types
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 STREAM = 0  # the default stream belongs to the green context that is set
 
@@ -63,15 +64,15 @@ def time_of(calls: Callable[[int], None], samples: int) -> float:
     """Seconds of a call, the median; the index tells which part of the pool it reads."""
     times = []
     for sample in range(samples + 1):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(200_000)  # the launches queue up behind it
+        first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        cuda._sleep(200_000)  # the launches queue up behind it
         first.record()
         for i in range(CALLS_PER_SAMPLE):
             calls(sample * CALLS_PER_SAMPLE + i)
         last.record()
         last.synchronize()
         times.append(first.elapsed_time(last) / 1e3 / CALLS_PER_SAMPLE)
-    return statistics.median(times[1:])
+    return float(statistics.median(times[1:]))
 
 
 def measure(setting: Setting, pool: Tensor, sms: int, ctas_per_sm: int, samples: int) -> Any:
@@ -141,7 +142,7 @@ def main() -> None:
     results = []
     for sms in arguments.sms:
         if sms < all_sms:
-            context = torch.cuda.green_contexts.GreenContext.create(num_sms=sms, device_id=0)
+            context = cuda.green_contexts.GreenContext.create(num_sms=sms, device_id=0)
             context.set_context()
         for shape, name in itertools.product(arguments.shapes, arguments.contexts):
             setting = Setting(*SHAPES[shape], CONTEXTS[name], arguments.head_dim)
@@ -151,12 +152,11 @@ def main() -> None:
             results.append(line)
         if sms < all_sms:
             context.pop_context()
-    setting = asdict(Setting(32, 8, ()))
     fixed = {
         "device": torch.cuda.get_device_name(0),
         "ctas_per_sm": arguments.ctas_per_sm,
         "head_dim": arguments.head_dim,
-        "block_size": setting["block_size"],
+        "block_size": Setting.block_size,
         "dtype": "bfloat16",
         "pool_bytes": POOL_BYTES,
     }

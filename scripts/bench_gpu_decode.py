@@ -14,6 +14,7 @@ JSON per model, multiprocessors and batch:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -94,7 +95,7 @@ def iteration_ms(engine: Engine, batch: int, context: int, steps: int) -> tuple[
     tokens = sum(engine.request(i).num_tokens for i in ids) - batch * steps / 2
     for request_id in ids:
         engine.abort(request_id)
-    times = [1e3 * (b - a) for a, b in zip(returns, returns[1:], strict=False)]
+    times = [1e3 * (b - a) for a, b in itertools.pairwise(returns)]
     return statistics.median(times), tokens
 
 

@@ -9,7 +9,8 @@
 A schedule is a random workload (arrivals, lengths, aborts) on random pool sizes, with CPU attention
 and copies late on purpose; the same seed gives the same schedule. Prints a line of JSON per cell.
 A token may differ from the oracle's only where the float64 oracle's two best logits are within
-1e-4; those are listed. Exit status 1 if any other differs, or a schedule does not end.
+1e-4, or in half precision where the float32 oracle's are within a margin; those are listed. Exit
+status 1 if any other differs, or a schedule does not end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-Cell = tuple[str, str, str, dict[str, Any], range, bool, str]
+Cell = tuple[str, str, str, dict[str, Any], range, bool, str, str]
 
 
 def run_cell(cell: Cell, ranks: Any = None) -> dict[str, Any]:
@@ -36,12 +37,12 @@ def run_cell(cell: Cell, ranks: Any = None) -> dict[str, Any]:
     from tests.hybrid import Tally, run_schedule
 
     torch.set_num_threads(1)
-    model, name, policy, args, seeds, late, device = cell
+    model, name, policy, args, seeds, late, device, dtype = cell
     tally, failures, start = Tally(), [], time.perf_counter()
     for seed in seeds:
         seeded = args | ({"seed": seed} if name == "random" else {})
         try:
-            run_schedule(model, policy, seeded, seed, tally, late, device, ranks)
+            run_schedule(model, policy, seeded, seed, tally, late, device, dtype, ranks)
         except Exception as error:
             failures.append(f"{error}: {error.__cause__}")
     seconds = round(time.perf_counter() - start, 1)
@@ -60,7 +61,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         count = args.schedules or (20 if model == "smollm2" else 200)
         seeds = range(args.first_seed, args.first_seed + count)
         late = not args.native and args.device == "cpu"
-        found += [(model, n, p, a, seeds, late, args.device) for n, (p, a) in chosen.items()]
+        last = (seeds, late, args.device, args.dtype)
+        found += [(model, n, p, a, *last) for n, (p, a) in chosen.items()]
     return found
 
 
@@ -84,7 +86,7 @@ def results(all_cells: list[Cell], jobs: int, tp: int, device: str) -> Iterator[
 
 def main() -> int:
     import swiftapex
-    from tests.hybrid import MODELS, MORE_HEADS, STRATEGIES, TP_MODELS
+    from tests.hybrid import DTYPES, MODELS, MORE_HEADS, STRATEGIES, TP_MODELS
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=[*MODELS, *MORE_HEADS])
@@ -93,6 +95,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--native", action="store_true", help="the real lanes, not late ones")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: --native")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--pipeline", help="a pipeline of your own, as package.module:Class")
     parser.add_argument("--shape", default="one", choices=["one", "two", "halves", "cohorts"])
     parser.add_argument("--tp", type=int, default=1, choices=[1, *TP_MODELS], help="Ray actors")

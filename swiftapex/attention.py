@@ -52,6 +52,7 @@ class BoundBatch:
     completing: tuple[int, ...]  # requests whose token the pass completes
     token_indices: tuple[int, ...]  # of those tokens in their requests' outputs: 0 is the first
     last_rows: Tensor  # [completing] int64: where in the batch their last positions lie
+    slots: Tensor | None = None  # [tokens] int64, where the GPU side `rotates`; -1: not in its KV
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +74,7 @@ class BoundBatch:
             token_ids=self.token_ids[index],
             rotation=self.rotation[index],
             cpu=cpu,
+            slots=None,
             completing=tuple(self.completing[i] for i in rows),
             token_indices=tuple(self.token_indices[i] for i in rows),
             last_rows=torch.arange(len(rows)),
@@ -93,18 +95,20 @@ class Attention:
     def submit(self, layer: int, batch: BoundBatch, qkv: Tensor) -> Ticket:
         """qkv [tokens, q_heads + 2 * kv_heads, head_dim]: K and V are appended, then attended.
         CPU rows are handed over first, and are attended while the others are computed here."""
+        kv = None if batch.gpu is None else self._store.layer(Placement.GPU, layer)
+        if self._gpu.rotates:
+            self._gpu.rotate_append(kv, batch.slots, qkv, batch.rotation, self._shape)
         end = batch.num_tokens
         on_cpu: Ticket | None = None
         if batch.cpu is not None:
             assert self._cpu is not None, "this engine has no CPU side"
             end -= batch.cpu.num_tokens
-            kv = self._store.layer(Placement.CPU, layer)
-            on_cpu = self._cpu.submit(layer, kv, batch.cpu, self._shape, qkv[end:])
+            host_kv = self._store.layer(Placement.CPU, layer)
+            on_cpu = self._cpu.submit(layer, host_kv, batch.cpu, self._shape, qkv[end:])
         outputs = []
         begin = 0
-        if batch.gpu is not None:
+        if batch.gpu is not None and kv is not None:
             begin = batch.gpu.num_tokens
-            kv = self._store.layer(Placement.GPU, layer)
             outputs.append(self._gpu.attend(kv, batch.gpu, self._shape, qkv[:begin]))
         if batch.staged is not None:
             outputs.append(batch.staged.attend(layer, self._gpu, self._shape, qkv[begin:end]))

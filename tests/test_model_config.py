@@ -146,6 +146,7 @@ def test_named_architectures() -> None:
     assert named_architecture("llama3.1-70b").num_parameters == pytest.approx(70.6e9, rel=0.01)
     assert named_architecture("smollm2-135m").num_parameters == pytest.approx(135e6, rel=0.01)
     assert seven.kv_bytes_per_token("float16") == 512 * 1024
+    assert seven.kv_bytes_per_token("int8") == 264 * 1024  # with 4 bytes of scale per 128 elements
     assert asdict(named_architecture("llama2-7b", 4)) == asdict(seven) | dict(num_layers=4)
     with pytest.raises(ModelLoadError, match="llama2-13b"):
         named_architecture("llama2-13")

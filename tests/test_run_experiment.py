@@ -148,7 +148,7 @@ def test_dry_run_runs_nothing(run: Runner, experiment: Path) -> None:
         ("model.architecture=llama9", "model: unknown architecture 'llama9'"),
         ("model={path: /nowhere/model}", "model: /nowhere/model"),
         ("workload={kind: prompts, path: absent.jsonl}", "no such file"),
-        ("workload.warm_start=true", "not available yet"),
+        ("workload={kind: prompts, path: absent.jsonl, warm_start: true}", "warm_start needs"),
     ],
 )
 def test_wrong_files_exit_with_2(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from pydantic import ValidationError
 
 from swiftapex.config.schema import WorkloadConfig
 from swiftapex.core.errors import ConfigError
@@ -188,11 +190,23 @@ def test_json_trace_has_lengths_only(tmp_path: Path) -> None:
         check_workload(of_file("trace", tmp_path / "osc.json", '[{"prompt": 3}]'))
 
 
-def test_missing_file_and_warm_start() -> None:
+def test_a_missing_file() -> None:
     with pytest.raises(ConfigError, match=r"workload\.path: /nowhere\.jsonl: no such file"):
         check_workload(WorkloadConfig(path="/nowhere.jsonl"))
-    with pytest.raises(ConfigError, match="not available yet"):
-        check_workload(synthetic(warm_start=True))
+
+
+def test_a_warm_start_spreads_progress_and_changes_nothing_else() -> None:
+    cold, warm = (
+        build(synthetic(num_requests=400, output_len=50, warm_start=w)) for w in (False, True)
+    )
+    assert [replace(item, progress=0) for item in warm] == cold
+    progress = [item.progress for item in warm]
+    assert set(progress) == set(range(50)) and statistics.mean(progress) == pytest.approx(25, abs=3)
+    assert progress == [
+        i.progress for i in build(synthetic(num_requests=400, output_len=50, warm_start=True))
+    ]
+    with pytest.raises(ValidationError, match="warm_start needs"):
+        synthetic(warm_start=True, ignore_eos=False)
 
 
 def test_replay_keeps_arrival_times_and_order() -> None:

@@ -11,6 +11,7 @@
 #include "kernels_cpu/linear.h"
 #include "kernels_cpu/linear_bfloat16.h"
 #include "kernels_cpu/paged_decode_attention_kernel.h"
+#include "kernels_cpu/quantize.h"
 #include "kernels_cpu/read_stream.h"
 
 #define SWIFTAPEX_STRING_(x) #x
@@ -27,11 +28,13 @@ const KernelTable* kernels() {
         {silu_mul<float>, silu_mul<Half>, silu_mul<BFloat16>},
         {argmax<float>, argmax<Half>, argmax<BFloat16>},
         read_stream,
-        {decode_pieces<float>, decode_pieces<Half>, decode_pieces<BFloat16>},
-        {decode_merge<float>, decode_merge<Half>, decode_merge<BFloat16>},
+        {decode_pieces<float>, decode_pieces<Half>, decode_pieces<BFloat16>, decode_pieces<Int8>},
+        {decode_merge<float>, decode_merge<Half>, decode_merge<BFloat16>, decode_merge<Int8>},
         {{convert<float, float>, convert<float, Half>, convert<float, BFloat16>},
          {convert<Half, float>, convert<Half, Half>, convert<Half, BFloat16>},
          {convert<BFloat16, float>, convert<BFloat16, Half>, convert<BFloat16, BFloat16>}},
+        {quantize<float>, quantize<Half>, quantize<BFloat16>},
+        {dequantize<float>, dequantize<Half>, dequantize<BFloat16>},
     };
     return &table;
 }

@@ -40,6 +40,18 @@ inline F32 load(const float* p) { return _mm256_loadu_ps(p); }
 inline F32 load(const Half* p) { return widen_half(_mm_loadu_si128((const __m128i*)p)); }
 inline F32 load(const BFloat16* p) { return widen_bfloat16(_mm_loadu_si128((const __m128i*)p)); }
 
+inline F32 load(const Int8* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+
+template <int k>
+inline F32 repeat(const float* p) {
+    static_assert(k == 2 || k == 4 || k == 8);
+    if constexpr (k == 8) return load(p);
+    if constexpr (k == 4) return _mm256_broadcast_ps((const __m128*)p);
+    return _mm256_castpd_ps(_mm256_broadcast_sd((const double*)p));
+}
+
 // There are no masked loads of 16-bit elements: a partial one goes through the stack.
 inline __m128i first_16bit(const void* p, int n) {
     __m128i x = _mm_setzero_si128();
@@ -52,6 +64,12 @@ inline F32 load_partial(const Half* p, int n) {
 }
 inline F32 load_partial(const BFloat16* p, int n) {
     return n == kWidth ? load(p) : widen_bfloat16(first_16bit(p, n));
+}
+
+inline F32 load_partial(const Int8* p, int n) {
+    Int8 lanes[kWidth] = {};
+    memcpy(lanes, p, size_t(n));
+    return load(lanes);
 }
 
 inline void store(float* p, F32 x) { _mm256_storeu_ps(p, x); }

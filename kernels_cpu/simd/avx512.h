@@ -42,12 +42,28 @@ inline F32 load(const float* p) { return _mm512_loadu_ps(p); }
 inline F32 load(const Half* p) { return widen_half(_mm256_loadu_si256((const __m256i*)p)); }
 inline F32 load(const BFloat16* p) { return widen_bfloat16(_mm256_loadu_si256((const __m256i*)p)); }
 
+inline F32 widen_int8(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
+inline F32 load(const Int8* p) { return widen_int8(_mm_loadu_si128((const __m128i*)p)); }
+
+template <int k>
+inline F32 repeat(const float* p) {
+    static_assert(k == 2 || k == 4 || k == 8 || k == 16);
+    if constexpr (k == 16) return load(p);
+    if constexpr (k == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+    if constexpr (k == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    return _mm512_castpd_ps(_mm512_set1_pd(*(const double*)p));
+}
+
 inline F32 load_partial(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
 inline F32 load_partial(const Half* p, int n) {
     return widen_half(_mm256_maskz_loadu_epi16(first_lanes(n), p));
 }
 inline F32 load_partial(const BFloat16* p, int n) {
     return widen_bfloat16(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+
+inline F32 load_partial(const Int8* p, int n) {
+    return widen_int8(_mm_maskz_loadu_epi8(first_lanes(n), p));
 }
 
 inline void store(float* p, F32 x) { _mm512_storeu_ps(p, x); }

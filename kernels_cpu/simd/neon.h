@@ -36,6 +36,17 @@ template <class T>
 inline F32 load(const T* p) {
     return widen(p, vld1_u16(&p->bits));
 }
+inline F32 load(const Int8* p) {
+    int32_t bytes;
+    memcpy(&bytes, p, 4);
+    const int8x8_t x = vreinterpret_s8_s32(vdup_n_s32(bytes));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(x))));
+}
+template <int k>
+inline F32 repeat(const float* p) {
+    static_assert(k == 4);
+    return load(p);
+}
 inline void store(float* p, F32 x) { vst1q_f32(p, x); }
 template <class T>
 inline void store(T* p, F32 x) {

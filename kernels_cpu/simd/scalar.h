@@ -4,6 +4,8 @@
 //
 //   F32, kWidth, kRegisters        a vector, its lanes, how many of them the CPU can name
 //   zero, set1, load, store        T is float, Half or BFloat16; no alignment is required
+//                                  Int8 can be loaded, not stored
+//   repeat<k>                      the first k floats at an address, over and over
 //   load_partial, store_partial    the first n of kWidth elements; the other lanes read as zero
 //   load_pair, load_pair_partial   2 * kWidth elements in T's cheapest order: which lane holds
 //   which split_pair<T>, join_pair<T>    element is only known to split_pair (natural to T's order)
@@ -51,6 +53,8 @@ inline float to_float(Half x) {
     memcpy(&y, &bits, 4);
     return y;
 }
+
+inline float to_float(Int8 x) { return float(x.bits); }
 
 // Rounds to nearest, ties to even, as all conversions here do.
 inline void from_float(float x, float* out) { *out = x; }
@@ -104,6 +108,11 @@ inline F32 load_partial(const T* p, int n) {
     F32 x{};
     for (int i = 0; i < n; ++i) x[i] = to_float(p[i]);
     return x;
+}
+template <int k>
+inline F32 repeat(const float* p) {
+    static_assert(k == 4);
+    return load(p);
 }
 inline void store(float* p, F32 x) { memcpy(p, &x, 16); }
 template <class T>

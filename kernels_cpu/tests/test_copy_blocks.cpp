@@ -9,7 +9,7 @@
 namespace swiftapex::tests {
 namespace {
 
-constexpr int64_t kElements = 37;  // of a block: no multiple of any vector
+constexpr int kElements = 37;  // of a block: no multiple of any vector
 
 void take(Task& task) {
     while (!task.wait_for(std::chrono::milliseconds(100))) {
@@ -27,6 +27,8 @@ CopyBlocksArgs args_of(const std::vector<Source>& source, DType source_dtype,
             target_dtype,
             int64_t(source.size()) / kElements,
             int64_t(target.size()) / kElements,
+            1,
+            1,
             kElements,
             std::move(source_ids),
             std::move(target_ids)};

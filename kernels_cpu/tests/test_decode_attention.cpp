@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "kernels_cpu/copy_blocks.h"
 #include "kernels_cpu/dispatch.h"
 #include "kernels_cpu/paged_decode_attention.h"
 #include "kernels_cpu/tests/values.h"
@@ -40,7 +41,22 @@ struct Case {
         return kv.dtype == kBFloat16 ? std::max(rounding, 2e-5) : rounding;
     }
 
-    void run(ThreadPool& pool) {
+    void run(ThreadPool& pool) { run(pool, kv.data(), kv.dtype); }
+
+    // As int8; what is stored then comes back as kv.
+    void run_int8(ThreadPool& pool) {
+        const int64_t blocks = int64_t(rows) * width, planes = shape.kv_heads * 2;
+        std::vector<char> stored(size_t(blocks * planes * shape.block_size * (shape.head_dim + 4)));
+        std::vector<int64_t> ids(size_t(blocks), 0);
+        std::iota(ids.begin(), ids.end(), 0);
+        copy_blocks({kv.data(), stored.data(), kv.dtype, kInt8, blocks, blocks, planes,
+                     shape.block_size, shape.head_dim, ids, ids});
+        run(pool, stored.data(), kInt8);
+        copy_blocks({stored.data(), kv.data(), kInt8, kv.dtype, blocks, blocks, planes,
+                     shape.block_size, shape.head_dim, ids, ids});
+    }
+
+    void run(ThreadPool& pool, void* kv_memory, DType kv_dtype) {
         DecodePlan plan(lens.data(), rows, shape.kv_heads, shape.block_size, pool.num_threads());
         const int64_t k = shape.q_heads * shape.head_dim, v = k + shape.kv_heads * shape.head_dim;
         DecodeAttentionArgs args;
@@ -48,7 +64,7 @@ struct Case {
         args.k = qkv.at(0, k);
         args.v = qkv.at(0, v);
         args.out = out.data();
-        args.kv = kv.data();
+        args.kv = kv_memory;
         args.block_table = table.data();
         args.q_stride = args.k_stride = args.v_stride = qkv.stride;
         args.out_stride = out.stride;
@@ -59,7 +75,7 @@ struct Case {
         args.block_size = shape.block_size;
         args.scale = float(scale());
         args.dtype = qkv.dtype;
-        args.kv_dtype = kv.dtype;
+        args.kv_dtype = kv_dtype;
         paged_decode_attention(pool, plan, args);
     }
 
@@ -128,6 +144,9 @@ void every_dtype(ThreadPool& pool, Shape shape, const std::vector<int32_t>& cont
             batch.check_append(before);
             batch.check();
         }
+        Case batch(shape, contexts, dtype, kFloat32);
+        batch.run_int8(pool);
+        batch.check();
     }
 }
 

@@ -51,6 +51,8 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     """
     ranks = engine.tensor_parallel_size
     if engine.device == "reference":
+        if with_cpu_side and engine.cpu.kv_dtype == "int8":
+            raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
         from swiftapex.backends.reference import ReferenceBackend, ReferenceCopies, ReferenceLane
 
         reference = ReferenceBackend()
@@ -78,6 +80,8 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
 
     if not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch sees no CUDA device here; use 'cpu'")
+    if with_cpu_side and engine.cpu.kv_dtype == "int8":
+        raise ConfigError("engine.cpu.kv_dtype: int8 cannot be copied from a GPU yet")
     if with_cpu_side and engine.block_size % 16 != 0:
         raise ConfigError(
             f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of 16 "

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import swiftapex._kernels_cpu as kernels
-from swiftapex.backends.cpu_ops import DTYPE_NUMBERS, CpuOps, reject, torch_threads
+from swiftapex.backends.cpu_ops import (
+    DTYPE_NUMBERS,
+    KV_DTYPE_NUMBERS,
+    CpuOps,
+    reject,
+    torch_threads,
+)
 from swiftapex.backends.reference import append, gather, split_heads
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
@@ -31,7 +37,7 @@ class CpuBackend:
     the native kernels of a decode step would need. The process's own setting returns on close."""
 
     device = torch.device("cpu")
-    uses_slots = False
+    rotates = False
 
     def __init__(self, threads: ThreadPlan) -> None:
         self._pool = kernels.ThreadPool(threads.count, list(threads.cpus), spin_us=_SPIN_US)
@@ -42,12 +48,24 @@ class CpuBackend:
         self._planned: PlannedDecodes | None = None
         self._weight_room = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
 
+    def rotate_append(
+        self,
+        kv: Tensor | None,
+        slots: Tensor | None,
+        qkv: Tensor,
+        rotation: Tensor,
+        shape: AttentionShape,
+    ) -> None:
+        raise NotImplementedError("the layer math rotates, attention appends")
+
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
         """Zeroed memory that the system hands out, in 2 MiB pages where it has them, when a page
-        is first written. It is given back with the last reference to the tensor."""
-        size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        is first written. It is given back with the last reference to the tensor. int8: see
+        `kv_row`."""
+        row = kv_row(shape.head_dim, dtype)
+        size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, row)
         return zeroed_huge_pages(size, dtype)
 
     allocate_host_kv = allocate_kv
@@ -74,6 +92,8 @@ class CpuBackend:
     ) -> Tensor:
         out = torch.empty(batch.num_tokens, shape.num_q_heads, shape.head_dim, dtype=qkv.dtype)
         num_native = batch.num_decodes if takes_native(shape) else 0
+        if kv.dtype is torch.int8 and num_native < batch.num_requests:
+            reject("attend: int8 KV is for native decodes only", kv=kv, qkv=qkv)
         if num_native > 0:
             self._attend_decodes(kv, batch, shape, qkv, out)
         lens = (1,) * (batch.num_decodes - num_native) + batch.chunk_lens
@@ -118,7 +138,7 @@ class PlannedDecodes:
     plan: kernels.DecodePlan
     qkv_shape: tuple[int, int, int]
     qkv_stride: int  # elements from token to token
-    kv_shape: tuple[int, int, int, int]  # of one block
+    kv_shape: tuple[int, int, int]  # of one block, up to its rows
     table_address: int
     table_stride: int
 
@@ -144,7 +164,7 @@ def plan_decodes(batch: AttentionBatch, shape: AttentionShape, num_threads: int)
         ),
         qkv_shape=(batch.num_tokens, heads, shape.head_dim),
         qkv_stride=heads * shape.head_dim,
-        kv_shape=(shape.num_kv_heads, 2, shape.block_size, shape.head_dim),
+        kv_shape=(shape.num_kv_heads, 2, shape.block_size),
         table_address=table.data_ptr(),
         table_stride=table.stride(0),
     )
@@ -156,12 +176,13 @@ def decode_arguments(
     """Checks a layer's tensors; what the native call takes after the plan. qkv [tokens, q_heads +
     2 * kv_heads, head_dim] and out [tokens, q_heads * head_dim], dense; kv: one layer."""
     shape = planned.shape
-    number, kv_number = DTYPE_NUMBERS.get(qkv.dtype), DTYPE_NUMBERS.get(kv.dtype)
+    number, kv_number = DTYPE_NUMBERS.get(qkv.dtype), KV_DTYPE_NUMBERS.get(kv.dtype)
     if (
         number is None
         or kv_number is None
         or qkv.shape != planned.qkv_shape
-        or kv.shape[1:] != planned.kv_shape
+        or kv.shape[1:4] != planned.kv_shape
+        or kv.shape[4] != kv_row(shape.head_dim, kv.dtype)
         or not (qkv.is_contiguous() and kv.is_contiguous())
         or not (kv.is_cpu and qkv.is_cpu)
     ):
@@ -187,6 +208,12 @@ def decode_arguments(
         shape.head_dim,
         shape.scale,
     )
+
+
+def kv_row(head_dim: int, dtype: torch.dtype) -> int:
+    """Size of the last dimension of KV. A plane of int8 [block_size, head_dim] is followed by its
+    float32 scales [block_size]: they are counted as four more elements of each row."""
+    return head_dim + 4 if dtype is torch.int8 else head_dim
 
 
 def takes_native(shape: AttentionShape) -> bool:

@@ -16,10 +16,11 @@ from swiftapex.backends.cpu import (
     PlannedDecodes,
     attend_chunk,
     decode_arguments,
+    kv_row,
     plan_decodes,
     takes_native,
 )
-from swiftapex.backends.cpu_ops import DTYPE_NUMBERS, reject
+from swiftapex.backends.cpu_ops import KV_DTYPE_NUMBERS, reject
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 
@@ -102,7 +103,7 @@ class CpuLane:
             out = torch.empty(rows, shape.num_q_heads * shape.head_dim, dtype=qkv.dtype)
         words = (_word_address("arrival", arrival), _word_address("done", done))
         if not takes_native(shape):
-            if any(words):
+            if any(words) or kv.dtype is torch.int8:
                 raise ValueError(f"no native attention for {shape}")
             start_s = time.perf_counter()
             _attend_here(kv, batch, shape, qkv, out)
@@ -155,15 +156,18 @@ class CopyLane:
         arrival: Tensor | None = None,
         done: Tensor | None = None,
     ) -> LaneTicket[None]:
-        """source and target [blocks, kv_heads, 2, block_size, head_dim], dense, of any dtypes.
+        """source and target [blocks, kv_heads, 2, block_size, head_dim], dense, of any dtypes;
+        int8 has longer rows, see `kv_row`, and is quantised from and to the others.
         Block source_blocks[i] goes to target_blocks[i]; one that does not exist is the waiter's
         IndexError, and nothing is copied. Words as in `CpuLane.submit`."""
-        source_number = DTYPE_NUMBERS.get(source.dtype)
-        target_number = DTYPE_NUMBERS.get(target.dtype)
+        source_number = KV_DTYPE_NUMBERS.get(source.dtype)
+        target_number = KV_DTYPE_NUMBERS.get(target.dtype)
+        head_dim = source.shape[4] - kv_row(0, source.dtype)
         if (
             source_number is None
             or target_number is None
-            or source.shape[1:] != target.shape[1:]
+            or source.shape[1:4] != target.shape[1:4]
+            or head_dim != target.shape[4] - kv_row(0, target.dtype)
             or not (source.is_contiguous() and target.is_contiguous())
             or not (source.is_cpu and target.is_cpu)
         ):
@@ -178,7 +182,9 @@ class CopyLane:
             target_number,
             source.shape[0],
             target.shape[0],
-            source.shape[1:].numel(),
+            source.shape[1:3].numel(),
+            source.shape[3],
+            head_dim,
             source_blocks,
             target_blocks,
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 import swiftapex._kernels_cpu as kernels
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+KV_DTYPE_NUMBERS = {**DTYPE_NUMBERS, torch.int8: 3}
 
 
 class CpuOps:

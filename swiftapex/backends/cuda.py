@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
 _REGISTER_BYTES = 1 << 30  # of host memory pinned by one call
+_REGISTER_THREADS = 8
 _ALIGNMENT = 16  # bytes, of each array in a transfer
 
 
@@ -32,7 +34,7 @@ class CudaBackend:
     device memory that this process may take, None for all.
     """
 
-    uses_slots = True
+    rotates = True
 
     def __init__(self, sm_count: int | None = None, memory: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -108,41 +110,40 @@ class CudaBackend:
         """2 MiB pages, pinned piece by piece, so that the GPU's copies reach them."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         kv = zeroed_huge_pages(size, dtype)
-        for begin in range(0, kv.nbytes, _REGISTER_BYTES):
-            address, length = kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin)
-            error = torch.cuda.cudart().cudaHostRegister(address, length, 0)
-            if int(error) != 0:
-                raise ConfigError(
-                    f"engine.cpu: {kv.nbytes / 2**30:.1f} GiB of KV cannot be pinned (CUDA error "
-                    f"{int(error)} after {begin / 2**30:.1f} GiB): use a smaller kv_tokens"
-                )
-            self._pinned.append((address, length))
+        pieces = [
+            (kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin))
+            for begin in range(0, kv.nbytes, _REGISTER_BYTES)
+        ]
+        with ThreadPoolExecutor(_REGISTER_THREADS) as pool:  # most of the time is zeroing pages
+            for piece, error in zip(pieces, pool.map(_register, pieces), strict=True):
+                if error != 0:
+                    raise ConfigError(
+                        f"engine.cpu: {kv.nbytes / 2**30:.1f} GiB of KV cannot be pinned (CUDA "
+                        f"error {error}): use a smaller kv_tokens"
+                    )
+                self._pinned.append(piece)
         return kv
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    def rotate_append(
+        self,
+        kv: Tensor | None,
+        slots: Tensor | None,
+        qkv: Tensor,
+        rotation: Tensor,
+        shape: AttentionShape,
+    ) -> None:
+        _rope_append(kv, slots, qkv, rotation, shape)
+
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:
-        assert batch.slots is not None
-        n, width = len(qkv), shape.num_q_heads * shape.head_dim
-        kernels.rope_append(
-            DTYPE_NUMBERS[qkv.dtype],
-            DTYPE_NUMBERS[kv.dtype],
-            qkv.data_ptr(),
-            0,
-            batch.slots.data_ptr(),
-            kv.data_ptr(),
-            n,
-            shape.num_q_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            qkv.stride(0),
-            shape.block_size,
-            stream_handle(),
-        )
-        out = torch.empty(n, width, dtype=qkv.dtype, device=self.device)
+        if batch.slots is not None:
+            _rope_append(kv, batch.slots, qkv, None, shape)
+        width = shape.num_q_heads * shape.head_dim
+        out = torch.empty(len(qkv), width, dtype=qkv.dtype, device=self.device)
         if batch.num_decodes:
             self._attend_decodes(kv, batch, shape, qkv, out)
         begin = batch.num_decodes
@@ -187,6 +188,35 @@ class CudaBackend:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
         self._green = None
+
+
+def _rope_append(
+    kv: Tensor | None,
+    slots: Tensor | None,
+    qkv: Tensor,
+    rotation: Tensor | None,
+    shape: AttentionShape,
+) -> None:
+    kernels.rope_append(
+        DTYPE_NUMBERS[qkv.dtype],
+        DTYPE_NUMBERS[qkv.dtype if kv is None else kv.dtype],
+        qkv.data_ptr(),
+        0 if rotation is None else rotation.data_ptr(),
+        0 if kv is None or slots is None else slots.data_ptr(),
+        0 if kv is None or slots is None else kv.data_ptr(),
+        len(qkv),
+        shape.num_q_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        qkv.stride(0),
+        shape.block_size,
+        stream_handle(),
+    )
+
+
+def _register(piece: tuple[int, int]) -> int:
+    """Pins (address, bytes); the CUDA error."""
+    return int(torch.cuda.cudart().cudaHostRegister(*piece, 0))
 
 
 def _attend_chunk(

@@ -33,6 +33,7 @@ class _Recorded:
     x_in: Tensor  # [rows, hidden]
     x_out: Tensor
     rotation: Tensor
+    slots: Tensor
     attention: AttentionBatch
 
 
@@ -81,8 +82,8 @@ class CudaGraphs:
             block_table=torch.zeros(rows, self._max_width, dtype=torch.int32, device=device),
             context_lens=torch.zeros(rows, dtype=torch.int32, device=device),
             chunk_contexts=(),
-            slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
         )
+        slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
         rotation = torch.zeros(rows, batch.rotation.shape[1], device=device)
         x_in = torch.zeros(rows, hidden, dtype=walk.x.dtype, device=device)
         token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -96,6 +97,7 @@ class CudaGraphs:
             completing=(),
             token_indices=(),
             last_rows=token_ids[:0],
+            slots=slots,
         )
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
@@ -103,20 +105,19 @@ class CudaGraphs:
             other = walk.like(static, x_in.clone())  # stages may write over their input
             layers(other)
             x_out = other.x
-        return _Recorded(graph, x_in, x_out, rotation, attention)
+        return _Recorded(graph, x_in, x_out, rotation, slots, attention)
 
 
 def _fill(recorded: _Recorded, batch: BoundBatch, x: Tensor) -> None:
     """The pass's rows in front; the rows behind them without context and slot."""
-    assert batch.gpu is not None and batch.gpu.slots is not None
+    assert batch.gpu is not None and batch.slots is not None
     rows, width = batch.num_tokens, batch.gpu.block_table.shape[1]
     static = recorded.attention
-    assert static.slots is not None
     recorded.x_in[:rows].copy_(x)
     recorded.rotation[:rows].copy_(batch.rotation)
     static.block_table[:rows, :width].copy_(batch.gpu.block_table)
     static.context_lens[:rows].copy_(batch.gpu.context_lens)
-    static.slots[:rows].copy_(batch.gpu.slots)
-    if rows < len(static.slots):
+    recorded.slots[:rows].copy_(batch.slots)
+    if rows < len(recorded.slots):
         static.context_lens[rows:].zero_()
-        static.slots[rows:].fill_(-1)
+        recorded.slots[rows:].fill_(-1)

@@ -83,7 +83,7 @@ class ReferenceBackend:
     """Attention over paged KV that gathers each request's K and V and calls a plain softmax."""
 
     device = torch.device("cpu")
-    uses_slots = False
+    rotates = False
 
     def __init__(self) -> None:
         self.ops: Ops = ReferenceOps()
@@ -93,6 +93,16 @@ class ReferenceBackend:
 
     def download(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
+
+    def rotate_append(
+        self,
+        kv: Tensor | None,
+        slots: Tensor | None,
+        qkv: Tensor,
+        rotation: Tensor,
+        shape: AttentionShape,
+    ) -> None:
+        raise NotImplementedError("the layer math rotates, attention appends")
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype

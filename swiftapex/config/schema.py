@@ -79,11 +79,12 @@ class CpuConfig(KvSection):
     """The CPU side: KV in host memory and the threads that attend over it, the host's as a whole:
     the ranks of tensor parallelism share them.
 
-    `kv_dtype` auto: as on the GPU. `threads` auto: from affinity and the cgroup's quota.
+    `kv_dtype` auto: as on the GPU; int8: with a float32 scale per token and head, about half the
+    bytes of 16 bits, not exact. `threads` auto: from affinity and the cgroup's quota.
     """
 
     threads: PositiveInt | Auto = "auto"
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     numa: Literal["auto", "none"] = "auto"
     hugepages: bool = True
     mlock: bool = False
@@ -137,6 +138,8 @@ class WorkloadConfig(Section):
     or cuts it. synthetic: random token ids of `input_len`. trace: random token ids with the
     lengths (and times) of `path`, an Azure CSV or a JSON list of {prompt, max_tokens}.
     `rate` is in requests/s (arrival: poisson), `speedup` divides a trace's times (arrival: trace).
+    warm_start: requests begin at uniformly random progress with their KV in place, as many as fit,
+    so that a short window measures the steady state.
     """
 
     kind: Literal["prompts", "synthetic", "trace"] = "prompts"
@@ -173,6 +176,8 @@ class WorkloadConfig(Section):
             raise ValueError("rate (requests/s) and arrival: poisson belong together")
         if self.arrival == "trace" and self.kind != "trace":
             raise ValueError("arrival: trace needs kind: trace")
+        if self.warm_start and (self.arrival != "all" or not self.forces_length):
+            raise ValueError("warm_start needs arrival: all and ignore_eos: true")
         return self
 
     @property

@@ -109,7 +109,7 @@ class AttentionBatch:
     block_table: Tensor  # [requests, width] int32, contiguous; entries past the context are unread
     context_lens: Tensor  # [requests] int32: tokens in the KV cache after this pass's append
     chunk_contexts: tuple[int, ...]  # those of the chunks, known to the host
-    slots: Tensor | None = None  # [tokens] int64: block * block_size + offset of each token's KV
+    slots: Tensor | None = None  # [tokens] int64, where a backend `rotates`; None: appended
 
     @property
     def num_requests(self) -> int:
@@ -125,7 +125,9 @@ class Backend(Protocol):
 
     ops: Ops
     device: torch_device
-    uses_slots: bool  # whether `attend` reads `AttentionBatch.slots`
+    rotates: bool
+    """Whether it rotates Q and K as it appends (`rotate_append`), in one kernel. The layer math
+    then leaves the rotation out, and tokens come with slots: block * block_size + offset."""
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Each array as a tensor where this backend computes. The arrays are not changed later."""
@@ -146,10 +148,21 @@ class Backend(Protocol):
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch_dtype) -> Tensor:
         """Memory for a weight, not filled, where this backend reads it best."""
 
+    def rotate_append(
+        self,
+        kv: Tensor | None,
+        slots: Tensor | None,
+        qkv: Tensor,
+        rotation: Tensor,
+        shape: AttentionShape,
+    ) -> None:
+        """Of a backend that `rotates`: rotates Q and K of qkv [tokens, heads, head_dim] in place by
+        rotation [tokens, head_dim], and appends K and V of the tokens whose slot is not -1."""
+
     def attend(
         self, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Tensor:
-        """Appends this pass's K and V to `kv` (one layer) and attends causally.
+        """Appends this pass's K and V to `kv` (one layer), if not done, and attends causally.
         qkv [tokens, q_heads + 2 * kv_heads, head_dim] -> [tokens, q_heads * head_dim]."""
 
     def close(self) -> None:

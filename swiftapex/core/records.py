@@ -8,9 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
     index: int
-    start_s: float  # engine clock (time.perf_counter)
-    duration_us: float  # plan, execution and bookkeeping together
-    schedule_us: float  # of which: the policy
+    start_s: float  # engine clock (time.perf_counter): its planning, or the end of the one before
+    duration_us: float  # until its tokens were there; all of an engine's add up to its time
+    schedule_us: float  # the policy; beside the iteration before where the engine runs ahead
     pipeline: str
     prefill_tokens: int
     gpu_decodes: int  # decodes over KV on the GPU that ended in it

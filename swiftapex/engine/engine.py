@@ -162,7 +162,7 @@ class Engine:
             request = self.add(prompt, sampling)
             request.output_ids.extend([self._blocks.block_size] * max(1, num_generated))
             request.num_computed = request.num_tokens - 1
-            for side in SIDES:
+            for side in SIDES if self._queue.num_waiting == 1 else ():
                 if self._state.can_start(request, side):
                     self._state.start(request, side)
                     return request
@@ -360,8 +360,9 @@ class Engine:
         now = time.perf_counter()
         if self._keep_iterations:
             begin = max(launched.record.start_s, self._last_end_s)
-            duration_us = (now - begin) * 1e6
-            self.iterations.append(dataclasses.replace(launched.record, duration_us=duration_us))
+            self.iterations.append(
+                dataclasses.replace(launched.record, start_s=begin, duration_us=(now - begin) * 1e6)
+            )
         self._last_end_s = now
         changed = []
         for request_id, token_id in tokens.by_request.items():

@@ -16,15 +16,9 @@ if TYPE_CHECKING:
     from swiftapex.kv.staging import Copies, CopyTicket
 
 
-def kv_block_bytes(num_layers: int, shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, K and V together."""
-    elements = num_layers * shape.num_kv_heads * 2 * shape.block_size * shape.head_dim
-    return elements * dtype.itemsize
-
-
 class KVStore:
-    """One tensor per placement: [layers, blocks, kv_heads, 2, block_size, head_dim]. That of
-    STAGING has the layers of the staging area."""
+    """One tensor per placement: [layers, blocks, kv_heads, 2, block_size, head_dim], or as its
+    backend lays int8 out. That of STAGING has the layers of the staging area."""
 
     def __init__(self, shape: AttentionShape, num_layers: int) -> None:
         self._shape = shape
@@ -46,7 +40,7 @@ class KVStore:
         self._kv[placement] = allocate(layers, num_blocks, self._shape, dtype)
 
     def layer(self, side: Placement, layer: int) -> Tensor:
-        """[blocks, kv_heads, 2, block_size, head_dim] of one layer."""
+        """[blocks, ...] of one layer."""
         return self._kv[side][layer]
 
     def staging(self, slot: int) -> Tensor:

@@ -85,8 +85,9 @@ class ModelConfig:
         return self.num_layers * self.num_layer_parameters + embeddings
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of K and V of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Bytes of K and V of one token in all layers. int8 has a float32 scale per head."""
+        row = self.head_dim + 4 if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_layers * self.num_kv_heads * row
 
     def check(self, where: str) -> ModelConfig:
         """Returns itself, or raises ModelLoadError naming the first impossible field."""

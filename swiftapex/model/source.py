@@ -239,4 +239,9 @@ def as_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
     if isinstance(dtype, torch.dtype):
         return dtype
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]
+    return {
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "int8": torch.int8,
+    }[dtype]

@@ -20,9 +20,15 @@ class Stages:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, group: Group | None = None
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        rotates: bool = True,
+        group: Group | None = None,
     ) -> None:
         self.config = config
+        self.rotates = rotates  # False: the attention backend does, as it appends K and V
         self.weights = weights
         self.ops = ops
         self.group = group
@@ -41,17 +47,19 @@ class Stages:
         """Norm, QKV, RoPE: x [n, hidden] -> qkv [n, q_heads + 2 * kv_heads, head_dim]."""
         c, w, ops = self.config, self.weights.layers[layer], self.ops
         num_rotated = c.num_q_heads + c.num_kv_heads
-        if w.q_norm is None or w.k_norm is None:
+        if self.rotates and (w.q_norm is None or w.k_norm is None):
             qkv = ops.norm_linear(
                 x, w.attn_norm, c.norm_eps, w.qkv, w.qkv_bias, rotation, num_rotated
             )
             return qkv.view(-1, c.num_qkv_heads, c.head_dim)
         qkv = ops.norm_linear(x, w.attn_norm, c.norm_eps, w.qkv, w.qkv_bias)
         qkv = qkv.view(-1, c.num_qkv_heads, c.head_dim)
-        q, k = qkv[:, : c.num_q_heads], qkv[:, c.num_q_heads : num_rotated]
-        ops.rms_norm(q, w.q_norm, c.norm_eps, out=q)  # each head by itself
-        ops.rms_norm(k, w.k_norm, c.norm_eps, out=k)
-        ops.rope(qkv[:, :num_rotated], rotation)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = qkv[:, : c.num_q_heads], qkv[:, c.num_q_heads : num_rotated]
+            ops.rms_norm(q, w.q_norm, c.norm_eps, out=q)  # each head by itself
+            ops.rms_norm(k, w.k_norm, c.norm_eps, out=k)
+        if self.rotates:
+            ops.rope(qkv[:, :num_rotated], rotation)
         return qkv
 
     def post_attn(self, layer: int, o: Tensor, x: Tensor) -> Tensor:

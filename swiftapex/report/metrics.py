@@ -39,8 +39,8 @@ DEFINITIONS: Mapping[str, str] = {
     "slo_attainment": "share of completed requests within all limits of the workload's slo",
     "outputs_sha256": "SHA-256 over the output ids of all requests in order, each id as 4 bytes "
     "(little-endian), -1 after each request: equal hashes mean equal tokens",
-    "mean, p50, p90, p99": "over completed requests (with a window: completed in it); percentiles "
-    "interpolate linearly between neighbours",
+    "mean, p50, p90, p99": "over completed requests (with a window: completed in it) that were not "
+    "in progress when the run began; percentiles interpolate linearly between neighbours",
 }
 
 
@@ -163,7 +163,7 @@ def _tokens_and_duration(
     log: RunLog, completed: Sequence[RequestOutcome], window: WindowConfig | None
 ) -> tuple[int, float | None]:
     if window is None:
-        tokens = sum(len(outcome.output_ids) for outcome in completed)
+        tokens = sum(len(outcome.token_times_s) for outcome in completed)
         first = min((outcome.arrival_s for outcome in log.outcomes), default=0.0)
         last = max((outcome.token_times_s[-1] for outcome in completed), default=None)
         return tokens, None if last is None else last - first
@@ -175,7 +175,8 @@ def _tokens_and_duration(
     return len(times), finish - begin if finish > begin else None
 
 
-def _latencies(completed: Sequence[RequestOutcome]) -> dict[str, dict[str, float | None]]:
+def _latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, float | None]]:
+    completed = [outcome for outcome in outcomes if outcome.progress == 0]
     per_token = [e2e_ms(o) / len(o.output_ids) for o in completed]
     per_token_neo = [e2e_ms(o) / (o.prompt_len + len(o.output_ids)) for o in completed]
     return {
@@ -193,7 +194,8 @@ def _slo_attainment(completed: Sequence[RequestOutcome], slo: SloConfig) -> floa
         in_ttft = slo.ttft_ms is None or ttft_ms(outcome) <= slo.ttft_ms
         return in_ttft and (slo.tpot_ms is None or tpot is None or tpot <= slo.tpot_ms)
 
-    return _ratio(sum(map(keeps, completed)), len(completed))
+    whole = [outcome for outcome in completed if outcome.progress == 0]
+    return _ratio(sum(map(keeps, whole)), len(whole))
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

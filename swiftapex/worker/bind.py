@@ -65,9 +65,15 @@ class Binder:
         gpu = self._calls(rows[: bounds[2]], entries[: bounds[2]])
         staged, copies = self._staged_calls(rows[bounds[2] : bounds[3]], entries[bounds[2] :])
         cpu = self._calls(rows[bounds[3] :], entries[bounds[3] :])
-        for calls in (gpu, staged):
-            if calls is not None:
-                calls.add_to(parcel, with_slots=self._backend.uses_slots)
+        sent_slots = None
+        if gpu is not None:
+            gpu.add_to(parcel)
+            if self._backend.rotates:
+                slots = gpu.slots()
+                others = np.full(ends[-1] - len(slots), -1, dtype=np.int64)
+                sent_slots = parcel.add(np.concatenate((slots, others)))
+        if staged is not None:
+            staged.add_to(parcel, with_slots=self._backend.rotates)
         parcel.send()
         return BoundBatch(
             request_ids=tuple(row.request_id for row in rows),
@@ -83,6 +89,7 @@ class Binder:
                 rows[i].start + rows[i].num_tokens - entries[i].prompt_len for i in completing
             ),
             last_rows=parcel[last_rows],
+            slots=None if sent_slots is None else parcel[sent_slots],
         )
 
     def _calls(self, rows: Sequence[Row], entries: Sequence[RequestEntry]) -> _Calls | None:
@@ -182,12 +189,12 @@ class _Calls:
     _first: int = 0  # where its arrays lie in the parcel
     _with_slots: bool = False
 
-    def add_to(self, parcel: _Parcel, with_slots: bool) -> None:
+    def add_to(self, parcel: _Parcel, with_slots: bool = False) -> None:
         self._first = parcel.add(np.ascontiguousarray(self.block_table))
         parcel.add(self._contexts())
         self._with_slots = with_slots
         if with_slots:
-            parcel.add(self._slots())
+            parcel.add(self.slots())
 
     def on_device(self, parcel: _Parcel) -> AttentionBatch:
         first = self._first
@@ -212,7 +219,8 @@ class _Calls:
     def _contexts(self) -> NDArray[np.int32]:
         return np.array([row.start + row.num_tokens for row in self.rows], dtype=np.int32)
 
-    def _slots(self) -> NDArray[np.int64]:
+    def slots(self) -> NDArray[np.int64]:
+        """[tokens]: block * block_size + offset of each token's K and V."""
         size, pieces = self.block_size, []
         for row, blocks in zip(self.rows, self.block_table, strict=True):
             positions = np.arange(row.start, row.start + row.num_tokens)

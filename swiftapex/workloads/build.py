@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swiftapex.config.schema import Length, WorkloadConfig
@@ -32,12 +32,11 @@ class WorkItem:
     prompt: str | tuple[int, ...]
     chat: bool
     sampling: SamplingParams
+    progress: int = 0  # tokens that it has generated before the run
 
 
 def check_workload(workload: WorkloadConfig) -> None:
     """Raises what `build_workload` would raise, without making the requests."""
-    if workload.warm_start:
-        raise ConfigError("workload.warm_start: True: not available yet; expected false")
     if workload.kind == "prompts":
         read_prompts(_path(workload))
     elif workload.kind == "trace":
@@ -55,7 +54,14 @@ def build_workload(workload: WorkloadConfig, seed: int, vocab_size: int) -> list
         items = _synthetic(workload, seed, vocab_size)
     else:
         items = _from_trace(workload, seed, vocab_size)
-    return list(items)
+    if not workload.warm_start:
+        return list(items)
+    return [replace(item, progress=_progress(item, seed)) for item in items]
+
+
+def _progress(item: WorkItem, seed: int) -> int:
+    rng = _stream(seed, "progress", item.index)
+    return int(rng.random() * item.sampling.max_tokens)
 
 
 def _from_prompts(workload: WorkloadConfig, seed: int) -> Iterator[WorkItem]:

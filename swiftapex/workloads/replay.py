@@ -35,6 +35,9 @@ class ServingEngine(Protocol):
     def add_request(
         self, prompt: Sequence[int], sampling: SamplingParams, *, arrival_s: float | None
     ) -> int: ...
+    def add_in_progress(
+        self, prompt: Sequence[int], sampling: SamplingParams, num_generated: int
+    ) -> Request: ...
     def request(self, request_id: int) -> Request: ...
     def step(self) -> list[Request]: ...
     def text(self, request: Request) -> str: ...
@@ -59,6 +62,7 @@ class RequestOutcome:
     text: str = ""
     error: str | None = None
     num_preemptions: int = 0
+    progress: int = 0  # of `output_ids`: made up before the run, without times
 
     @property
     def completed(self) -> bool:
@@ -203,7 +207,7 @@ def _serve(
         if engine.has_work:
             changed = engine.step()
             ended += sum(request.finish_reason is not None for request in changed)
-            tokens += engine.iterations[-1].completed_tokens
+            tokens += sum(request.error is None for request in changed)
         elif pending:
             until_s = pending[0].item.arrival_s if limit_s is None else limit_s
             time.sleep(max(0.0, min(pending[0].item.arrival_s, until_s) - now_s))
@@ -212,6 +216,14 @@ def _serve(
 
 def _send(engine: ServingEngine, entry: _Sent, start_s: float) -> None:
     arrival_s = start_s + entry.item.arrival_s
+    if entry.item.progress:
+        try:
+            entry.request = engine.add_in_progress(
+                entry.prompt_ids, entry.sampling, entry.item.progress
+            )
+            return
+        except RequestError:
+            pass  # it does not fit beside the others, or not at all
     try:
         request_id = engine.add_request(entry.prompt_ids, entry.sampling, arrival_s=arrival_s)
         entry.request = engine.request(request_id)
@@ -237,4 +249,5 @@ def _outcome(engine: ServingEngine, entry: _Sent, start_s: float) -> RequestOutc
         text=engine.text(request),
         error=request.error,
         num_preemptions=request.num_preemptions,
+        progress=len(request.output_ids) - len(request.token_times_s),
     )

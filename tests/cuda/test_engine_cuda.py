@@ -1,0 +1,76 @@
+"""Engines on a GPU: the tokens of every pipeline, and what a closed engine leaves."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from swiftapex import LLM, SamplingParams
+from swiftapex.core.errors import ConfigError
+from tests.cuda import gpu as _skips_without_one  # noqa: F401
+from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("model", ["mha", "gqa-3", "gqa-8"])
+def test_tokens_equal_the_oracles(model: str, name: str) -> None:
+    tally = Tally()
+    for seed in range(3):
+        policy, args = strategy(name, seed)
+        run_schedule(model, policy, args, seed, tally, late=False, device="cuda")
+    assert tally.tokens > 100 and tally.cpu_tokens > 0 and not tally.forgiven
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_half_precision_stays_within_the_margin(name: str, dtype: str) -> None:
+    tally = Tally()
+    for seed in range(3):
+        policy, args = strategy(name, seed)
+        run_schedule("gqa-8", policy, args, seed, tally, late=False, device="cuda", dtype=dtype)
+    assert tally.tokens > 100
+
+
+def engine(**overrides: object) -> LLM:
+    settings = {"gpu": {"kv_tokens": 256}, "cpu": {"kv_tokens": 1024}, "policy": "neo"}
+    return LLM(
+        {"architecture": "tiny", "weights": "dummy"},
+        device="cuda",
+        dtype="float32",
+        max_model_len=128,
+        **settings | overrides,
+    )
+
+
+def test_engines_leave_no_memory_and_no_thread() -> None:
+    prompts = [[5 + i] * 20 for i in range(12)]
+    left = []
+    for _ in range(3):
+        llm = engine()
+        llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+        llm.close()
+        del llm
+        gc.collect()
+        left.append((torch.cuda.memory_allocated(), threading.active_count()))
+    assert left[1] == left[2]
+
+
+def test_a_part_of_the_gpu_gives_the_same_tokens() -> None:
+    prompts = [[5 + i] * 20 for i in range(8)]
+    outputs = []
+    for sms in (None, 8):
+        llm = engine(gpu={"kv_tokens": 256, "sm_count": sms})
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        outputs.append([o.token_ids for o in llm.generate(prompts, params)])
+        llm.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_blocks_that_the_cpu_side_cannot_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        engine(block_size=8)

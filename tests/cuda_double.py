@@ -1,0 +1,230 @@
+"""A stand-in for a GPU: the CUDA backend's Python code runs on host memory, in order.
+
+`kernels` has the functions of swiftapex._kernels_cuda in plain torch; `torch_on_host` is torch with
+`torch.cuda` replaced. What the real kernels compute is tested in tests/cuda, where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import sys
+import time
+import types
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from swiftapex.backends.reference import ReferenceOps, causal_attention, gather
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NAMES = ("cuda_ops", "cuda", "cuda_lane", "cuda_clock")
+_OPS = ReferenceOps()
+
+
+def _at(address: int, dtype: torch.dtype, *size: int, stride: tuple[int, ...] = ()) -> Tensor:
+    """The tensor at an address of host memory."""
+    if 0 in size:
+        return torch.empty(size, dtype=dtype)
+    strides = stride or torch.empty(size, device="meta").stride()
+    count = 1 + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(size, strides)
+
+
+def rms_norm(
+    dtype: int, x: int, weight: int, y: int, n: int, heads: int, dim: int, *rest: Any
+) -> None:
+    x_n, x_head, y_n, y_head, eps, _ = rest
+    kind = _DTYPES[dtype]
+    source = _at(x, kind, n, heads, dim, stride=(x_n, x_head, 1))
+    target = _at(y, kind, n, heads, dim, stride=(y_n, y_head, 1))
+    target.copy_(_OPS.rms_norm(source.clone(), _at(weight, kind, dim), eps))
+
+
+def silu_mul(dtype: int, gate_up: int, y: int, n: int, inner: int, *rest: int) -> None:
+    stride, y_stride, _ = rest
+    source = _at(gate_up, _DTYPES[dtype], n, 2 * inner, stride=(stride, 1))
+    _at(y, _DTYPES[dtype], n, inner, stride=(y_stride, 1)).copy_(_OPS.silu_mul(source))
+
+
+def argmax(dtype: int, x: int, indices: int, invalid: int, n: int, dim: int, *rest: int) -> None:
+    best, bad = _OPS.argmax(_at(x, _DTYPES[dtype], n, dim, stride=(rest[0], 1)))
+    _at(indices, torch.int64, n).copy_(best)
+    _at(invalid, torch.bool, n).copy_(bad)
+
+
+def rope_append(
+    dtype: int, kv_dtype: int, qkv: int, rotation: int, slots: int, kv: int, n: int, *rest: int
+) -> None:
+    q_heads, kv_heads, dim, stride, block_size, _ = rest
+    heads = q_heads + 2 * kv_heads
+    rows = _at(qkv, _DTYPES[dtype], n, heads, dim, stride=(stride, dim, 1))
+    if rotation:
+        _OPS.rope(rows[:, : q_heads + kv_heads], _at(rotation, torch.float32, n, dim))
+    if not slots:
+        return
+    for row, slot in zip(rows, _at(slots, torch.int64, n).tolist(), strict=True):
+        if slot >= 0:
+            size = kv_heads * 2 * block_size * dim
+            address = kv + slot // block_size * size * _DTYPES[kv_dtype].itemsize
+            block = _at(address, _DTYPES[kv_dtype], kv_heads, 2, block_size, dim)
+            block[:, 0, slot % block_size] = row[q_heads : q_heads + kv_heads].to(block.dtype)
+            block[:, 1, slot % block_size] = row[q_heads + kv_heads :].to(block.dtype)
+
+
+def decode_attention_workspace(*sizes: int) -> int:
+    return 16
+
+
+def decode_attention(
+    dtype: int,
+    kv_dtype: int,
+    q: int,
+    kv: int,
+    table: int,
+    lens: int,
+    out: int,
+    workspace: int,
+    n: int,
+    *rest: Any,
+) -> None:
+    q_heads, kv_heads, dim, block_size, width, q_stride, out_stride, scale, _, _ = rest
+    kind = _DTYPES[dtype]
+    queries = _at(q, kind, n, q_heads, dim, stride=(q_stride, dim, 1))
+    outputs = _at(out, kind, n, q_heads, dim, stride=(out_stride, dim, 1))
+    blocks = _at(table, torch.int32, n, width)
+    for i, context in enumerate(_at(lens, torch.int32, n).tolist()):
+        used = blocks[i, : -(-context // block_size)]
+        size = (int(used.max()) + 1, kv_heads, 2, block_size, dim)
+        k, v = gather(_at(kv, _DTYPES[kv_dtype], *size), used, context)
+        outputs[i] = causal_attention(queries[i : i + 1], k, v, scale)[0]
+
+
+def gather_rows(
+    src: int, dst: int, n: int, row: int, src_stride: int, dst_stride: int, arrival: int, *_: int
+) -> None:
+    _copy_rows(src, dst, n, row, src_stride, dst_stride)
+    _at(arrival, torch.int32, 1).fill_(1)
+
+
+def scatter_rows(
+    src: int, dst: int, n: int, row: int, src_stride: int, dst_stride: int, done: int, *_: int
+) -> None:
+    _copy_rows(src, dst, n, row, src_stride, dst_stride)
+    _at(done, torch.int32, 1).fill_(0)
+
+
+def _copy_rows(src: int, dst: int, n: int, row: int, src_stride: int, dst_stride: int) -> None:
+    source = _at(src, torch.uint8, n, row, stride=(src_stride, 1))
+    _at(dst, torch.uint8, n, row, stride=(dst_stride, 1)).copy_(source)
+
+
+def wait_word(word: int, value: int, stream: int) -> None:
+    while int(_at(word, torch.int32, 1)) != value:
+        time.sleep(1e-5)
+
+
+def write_word(word: int, value: int, stream: int) -> None:
+    _at(word, torch.int32, 1).fill_(value)
+
+
+def copy_blocks(
+    src_dtype: int,
+    dst_dtype: int,
+    src: int,
+    dst: int,
+    src_ids: int,
+    dst_ids: int,
+    pairs: int,
+    size: int,
+    *_: int,
+) -> None:
+    sources = _at(src_ids, torch.int64, pairs).tolist()
+    targets = _at(dst_ids, torch.int64, pairs).tolist()
+    src_bytes, dst_bytes = (size * _DTYPES[d].itemsize for d in (src_dtype, dst_dtype))
+    for i, j in zip(sources, targets, strict=True):
+        block = _at(src + i * src_bytes, _DTYPES[src_dtype], size)
+        _at(dst + j * dst_bytes, _DTYPES[dst_dtype], size).copy_(block)
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1e3 * (other._time - self._time)
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def __init__(self, device: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+
+
+def _unpinned(make: Any) -> Any:
+    return lambda *size, pin_memory=False, **kwargs: make(*size, **kwargs)
+
+
+def torch_on_host() -> Any:
+    host = types.SimpleNamespace()
+    host.__dict__.update({name: getattr(torch, name) for name in dir(torch)})
+    host.device = lambda *_: torch.device("cpu")
+    host.empty, host.zeros = _unpinned(torch.empty), _unpinned(torch.zeros)
+    host.tensor = torch.tensor
+    runtime = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    host.cuda = types.SimpleNamespace(
+        current_device=lambda: 0,
+        get_device_properties=lambda _: types.SimpleNamespace(
+            total_memory=1 << 30, multi_processor_count=4
+        ),
+        Stream=_Stream,
+        Event=_Event,
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=lambda *_: _Stream(),
+        synchronize=lambda *_: None,
+        cudart=lambda: runtime,
+    )
+    return host
+
+
+@contextlib.contextmanager
+def cuda_modules() -> Iterator[dict[str, Any]]:
+    """swiftapex.backends.cuda* over the stand-in, by their last name; gone afterwards."""
+    kernels = types.ModuleType("swiftapex._kernels_cuda")
+    kernels.__spec__ = ModuleSpec("swiftapex._kernels_cuda", None)
+    kernels.__dict__.update({k: v for k, v in globals().items() if callable(v)})
+    full = {name: f"swiftapex.backends.{name}" for name in _NAMES}
+    host = torch_on_host()
+    import swiftapex
+
+    with (
+        mock.patch.dict(sys.modules, {"swiftapex._kernels_cuda": kernels}),
+        mock.patch.object(swiftapex, "_kernels_cuda", kernels, create=True),
+        mock.patch.object(Tensor, "pin_memory", lambda self: self),
+    ):
+        for name in full.values():
+            sys.modules.pop(name, None)
+        modules = {}
+        for name in _NAMES:
+            modules[name] = importlib.import_module(full[name])
+            modules[name].__dict__["torch"] = host
+        yield modules
+        for name in full.values():
+            sys.modules.pop(name, None)

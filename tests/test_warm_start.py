@@ -1,0 +1,55 @@
+"""Requests that begin in progress, so that a short window measures the steady state."""
+
+from __future__ import annotations
+
+import pytest
+
+from swiftapex import SamplingParams
+from swiftapex.config.schema import WorkloadConfig
+from swiftapex.core.errors import RequestError
+from swiftapex.core.request import Placement
+from swiftapex.report.metrics import summarize
+from swiftapex.workloads.build import build_workload
+from swiftapex.workloads.replay import replay
+from tests.hybrid import Pools, small_engine
+
+POOLS = Pools(gpu=6, cpu=20, block_size=8, rows=8, chunk=24)
+
+
+@pytest.mark.parametrize("policy", ["gpu_only", "neo", "fixed:async_overlap"])
+def test_a_warm_run_ends_and_counts_only_its_own_tokens(policy: str) -> None:
+    engine = small_engine("gqa-3", POOLS, policy, {}, late=3)
+    workload = WorkloadConfig(
+        kind="synthetic", num_requests=16, input_len=9, output_len=12, warm_start=True
+    )
+    log = replay(engine, build_workload(workload, seed=1, vocab_size=120), workload)
+    assert all(o.completed and len(o.output_ids) == 12 for o in log.outcomes)
+    begun = [o for o in log.outcomes if o.progress]
+    assert 0 < len(begun) < 16
+    assert all(o.progress + len(o.token_times_s) == 12 for o in begun)
+    summary = summarize(log)
+    assert summary["output_tokens"] == sum(12 - o.progress for o in log.outcomes)
+    fresh = [o for o in log.outcomes if not o.progress]
+    first = sorted(1e3 * (o.token_times_s[0] - o.arrival_s) for o in fresh)
+    assert summary["ttft_ms"]["p50"] == pytest.approx(
+        (first[(len(first) - 1) // 2] + first[len(first) // 2]) / 2
+    )
+    stats = engine.stats()
+    assert stats.gpu_blocks_free == stats.gpu_blocks_total
+    assert stats.cpu_blocks_free == stats.cpu_blocks_total
+    engine.close()
+
+
+def test_the_gpu_fills_first_and_what_does_not_fit_is_refused() -> None:
+    engine = small_engine("gqa-3", POOLS, "neo", {}, late=None)
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    placements = []
+    with pytest.raises(RequestError, match="no KV blocks"):
+        for _ in range(20):
+            placements.append(engine.add_in_progress([5] * 9, sampling, 4).placement)
+    on_gpu = placements.count(Placement.GPU)
+    assert placements == [Placement.GPU] * on_gpu + [Placement.CPU] * (len(placements) - on_gpu)
+    assert 0 < on_gpu < len(placements) < 20
+    while engine.has_work:
+        engine.step()
+    engine.close()
