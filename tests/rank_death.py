@@ -15,7 +15,8 @@ import torch.distributed
 from swiftapex import SamplingParams
 from swiftapex.core.errors import EngineError
 from swiftapex.core.request import FinishReason
-from swiftapex.executor.ray_ranks import RayRanks, wait_for_end
+from swiftapex.executor.ranks import wait_for_end
+from swiftapex.executor.ray_ranks import RayRanks
 from swiftapex.worker.worker import Worker
 from tests.hybrid import Pools, model_path, small_engine
 
