@@ -71,7 +71,7 @@ def attend(
         want[row] = (weights @ values)[:, 0]
     lane = CpuLane(ThreadPlan(threads, (), "test"))
     lens = torch.tensor(contexts, dtype=torch.int32)
-    got = lane.submit(0, kv, AttentionBatch(rows, (), table, lens), shape, qkv).wait()
+    got = lane.submit(0, kv, AttentionBatch(rows, (), table, lens, ()), shape, qkv).wait()
     lane.close()
     assert torch.equal(dequantized(kv), want_kv), "KV differs from one quantised token per row"
     return got.view_as(want), want, stored
@@ -128,10 +128,10 @@ def test_refuses_what_the_native_kernel_does_not_take() -> None:
     assert kv.shape == (2, 1, 2, 16, 12)
     table, lens = torch.tensor([[0]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     with pytest.raises(ValueError, match="native"):
-        backend.attend(kv, AttentionBatch(0, (3,), table, lens), shape, torch.randn(3, 4, 8))
+        backend.attend(kv, AttentionBatch(0, (3,), table, lens, (3,)), shape, torch.randn(3, 4, 8))
     odd = AttentionShape(2, 1, 8, 15)
     with pytest.raises(ValueError, match="native"):
-        lane.submit(0, kv, AttentionBatch(1, (), table, lens), odd, torch.randn(1, 4, 8))
+        lane.submit(0, kv, AttentionBatch(1, (), table, lens, ()), odd, torch.randn(1, 4, 8))
     lane.close()
     backend.close()
 

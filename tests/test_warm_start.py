@@ -53,3 +53,14 @@ def test_the_gpu_fills_first_and_what_does_not_fit_is_refused() -> None:
     while engine.has_work:
         engine.step()
     engine.close()
+
+
+def test_unwritten_kv_gets_memory_of_its_own_and_keeps_what_it_holds() -> None:
+    engine = small_engine("gqa-3", POOLS, "neo", {}, late=None)
+    store = engine._executor._worker._store
+    kv = store.layer(Placement.CPU, 0)
+    kv[1, 0, 0, 0, :4] = 1.5
+    before = kv.clone()
+    engine._executor.touch_kv()
+    assert (kv == before).all() and float(kv.sum()) == 6.0
+    engine.close()

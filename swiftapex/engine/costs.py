@@ -105,6 +105,7 @@ class ProfiledEngine:
     def measure(self) -> store.Profile:
         """Runs the profiler, with a progress bar, and keeps what it finds."""
         start = time.perf_counter()
+        self.executor.touch_kv()
         probe = Probe(
             self.executor, self.sizes.num_blocks, self.engine.block_size, patience_s=_PATIENCE_S
         )

@@ -115,6 +115,7 @@ class Engine:
         self._launched: _Launched | None = None  # an iteration whose tokens are still to come
         self._changed: list[Request] = []  # by iterations that nobody asked for
         self._last_end_s = 0.0
+        self._touched = False  # whether KV that nobody has written has memory of its own
         self._dead: str | None = None
 
     @property
@@ -163,6 +164,9 @@ class Engine:
         in the steady state: its blocks hold whatever lies in them, its tokens so far are made up.
         On the GPU while it fits there, else on the CPU; RequestError where neither has room."""
         with self._lock:
+            if not self._touched:
+                self._executor.touch_kv()
+                self._touched = True
             request = self.add(prompt, sampling)
             request.output_ids.extend([self._blocks.block_size] * max(1, num_generated))
             request.num_computed = request.num_tokens - 1

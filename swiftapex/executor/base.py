@@ -15,6 +15,10 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Launches one iteration on all workers; its result's `fetch` waits for the tokens."""
 
+    def touch_kv(self) -> None:
+        """Makes the KV in host memory real, while nothing runs: what was never written is one page
+        of zeros, read again and again, and no measurement of reading KV would be true."""
+
     def busy(self) -> BusyTimes:
         """Seconds of computing so far, on average over the workers."""
 

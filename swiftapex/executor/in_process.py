@@ -29,6 +29,9 @@ class InProcessExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)
 
+    def touch_kv(self) -> None:
+        self._worker.touch_kv()
+
     def busy(self) -> BusyTimes:
         return self._worker.busy()
 

@@ -164,6 +164,12 @@ class Rank:
         """Rank 0. Answers the tokens of the oldest iteration whose tokens were not answered."""
         self._send(self._results.pop(0).fetch())
 
+    def touch_kv(self) -> None:
+        """Answers None."""
+        assert self._worker is not None
+        self._worker.touch_kv()
+        self._send(None)
+
     def busy(self) -> None:
         """Answers this rank's BusyTimes."""
         assert self._worker is not None

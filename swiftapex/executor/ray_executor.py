@@ -75,6 +75,9 @@ class RayExecutor:
         fetch = self._fetch if tokens is None else lambda: tokens
         return StepResult(launched.completing, launched.in_flight, fetch)
 
+    def touch_kv(self) -> None:
+        self.ranks.ask("touch_kv")
+
     def busy(self) -> BusyTimes:
         """Nothing is known any more where ranks have failed."""
         try:

@@ -150,6 +150,10 @@ class Worker:
             ticket.wait()
         return StepResult(result.completing, self._parked.request_ids, result.fetch)
 
+    def touch_kv(self) -> None:
+        """Writes a byte of every page of the KV in host memory, as it is."""
+        self._store.touch()
+
     def busy(self) -> BusyTimes:
         """Seconds of computing so far. The GPU side is only timed while there is a trace, and where
         that does not slow it down."""
