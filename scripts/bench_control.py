@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import statistics
 import sys
 import time
 from multiprocessing.shared_memory import SharedMemory
@@ -101,10 +102,12 @@ def main() -> int:
             while any(len(request.output_ids) < 8 for request in requests):
                 engine.step()
             executor.traffic = ControlTraffic()
-            begin = time.perf_counter()
+            overheads, iterations = [], []
             while all(request.finish_reason is None for request in requests):
+                before, begin = executor.traffic.overhead_us, time.perf_counter()
                 engine.step()
-            elapsed_us = (time.perf_counter() - begin) * 1e6
+                iterations.append((time.perf_counter() - begin) * 1e6)
+                overheads.append(executor.traffic.overhead_us - before)
             while engine.has_work:
                 engine.step()
             traffic = executor.traffic
@@ -115,8 +118,11 @@ def main() -> int:
                 "iterations": n,
                 "plan_bytes_per_rank": round(traffic.bytes_sent / n / args.ranks),
                 "answer_bytes": round(traffic.bytes_received / n),
-                "overhead_us": round(traffic.overhead_us / n, 1),
-                "iteration_us": round(elapsed_us / n, 1),
+                "overhead_us": {
+                    "min": round(min(overheads), 1),
+                    "median": round(statistics.median(overheads), 1),
+                },
+                "iteration_us_median": round(statistics.median(iterations), 1),
             }
             print(json.dumps(result), flush=True)
     finally:

@@ -214,17 +214,20 @@ def cuda_modules() -> Iterator[dict[str, Any]]:
     host = torch_on_host()
     import swiftapex
 
+    # Only these modules come and go: what they make others import for good must stay imported.
+    changed = [*full.values(), "swiftapex._kernels_cuda"]
+    before = {name: sys.modules.pop(name, None) for name in changed}
+    sys.modules["swiftapex._kernels_cuda"] = kernels
     with (
-        mock.patch.dict(sys.modules, {"swiftapex._kernels_cuda": kernels}),
         mock.patch.object(swiftapex, "_kernels_cuda", kernels, create=True),
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
     ):
-        for name in full.values():
-            sys.modules.pop(name, None)
         modules = {}
         for name in _NAMES:
             modules[name] = importlib.import_module(full[name])
             modules[name].__dict__["torch"] = host
         yield modules
-        for name in full.values():
-            sys.modules.pop(name, None)
+    for name, module in before.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module

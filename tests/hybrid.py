@@ -125,7 +125,7 @@ def small_engine(
     """late: the seed of lanes that are late on purpose (`cpu` device only); None: the real ones,
     with threads of their own. ranks: those of tensor parallelism, each late in its own way."""
     config = EngineConfig(
-        device=device,
+        device=device,  # type: ignore[arg-type]
         gpu=GpuConfig(kv_tokens=pools.gpu * pools.block_size),
         cpu=CpuConfig(kv_tokens=pools.cpu * pools.block_size, threads=1),
         block_size=pools.block_size,
@@ -135,14 +135,15 @@ def small_engine(
         tensor_parallel_size=1 if ranks is None else ranks.size,
         profile="off",
     )
-    section = ModelSection(path=str(model_path(model, dtype)), dtype=dtype)
+    section = ModelSection(path=str(model_path(model, dtype)), dtype=dtype)  # type: ignore[arg-type]
     factory = make_executor if ranks is None else factory_on(ranks)
     engine = Engine(section, config, policy=policy, policy_args=args, make_executor=factory)
     engine._cost_model = AnalyticCostModel(engine.model_config, rates, dtype)
     if late is not None and ranks is not None:
         ranks.call("tests.hybrid:make_rank_late", late)
     elif late is not None:
-        make_late(engine._executor._worker, late)
+        executor: Any = engine._executor
+        make_late(executor._worker, late)
     return engine
 
 

@@ -28,7 +28,7 @@ def die_in(worker: Worker, moment: str, victim: int, sign: int = signal.SIGKILL)
     if torch.distributed.get_rank() != victim:
         return
     if moment == "swap":
-        worker._copies = DyingCopies(worker._copies, sign)
+        worker._copies = DyingCopies(worker._copies, sign)  # type: ignore[assignment]
         return
     execute, post_attn, prefills = worker.execute, worker._stages.post_attn, False
 
@@ -43,7 +43,7 @@ def die_in(worker: Worker, moment: str, victim: int, sign: int = signal.SIGKILL)
         return post_attn(layer, *args)
 
     worker.execute = noting  # type: ignore[method-assign]
-    worker._stages.post_attn = dying  # type: ignore[method-assign]
+    worker._stages.post_attn = dying  # type: ignore[method-assign, assignment]
 
 
 class DyingCopies:

@@ -145,7 +145,7 @@ def test_the_layer_math_of_all_ranks_together_is_that_of_one(name: str) -> None:
             shard = Shard(rank, size)  # noqa: B023
             config = shard.config(source.config)
             weights: ModelWeights = source.load(shard=shard)
-            stages = Stages(config, weights, ops, threads.of(rank))  # noqa: B023
+            stages = Stages(config, weights, ops, group=threads.of(rank))  # noqa: B023
             logits[rank] = without_attention(config, stages, ids, positions)  # noqa: B023
 
         ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]

@@ -4,6 +4,7 @@ is late in its own way. `scripts/exactness.py --tp N` runs the whole matrix."""
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,19 @@ from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSec
 from swiftapex.core.errors import ConfigError, EngineError, ModelLoadError
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.engine import Engine
-from tests.hybrid import STRATEGIES, TP_MODELS, Tally, factory_on, run_schedule, strategy
+from swiftapex.worker.worker import Worker
+from tests.hybrid import (
+    STRATEGIES,
+    TP_MODELS,
+    Tally,
+    factory_on,
+    random_pools,
+    random_workload,
+    run_and_compare,
+    run_schedule,
+    small_engine,
+    strategy,
+)
 from tests.oracle import smollm2_gguf
 
 ray = pytest.importorskip("ray")
@@ -63,6 +76,27 @@ def test_smollm2(ranks: RayRanks) -> None:
     tally = Tally()
     run_schedule("smollm2", *strategy("apex", 1), 1, tally, ranks=ranks)
     assert tally.tokens > 0 and not tally.forgiven
+
+
+def answer_late(worker: Worker, late: bool) -> None:
+    """On a rank: tokens have to be fetched, as where a GPU works beside the host."""
+    type(worker).runs_ahead = property(lambda _: late)  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("name", ["asymmetric", "async_overlap"])
+def test_tokens_that_come_after_the_next_launch(ranks: RayRanks, name: str) -> None:
+    tally, rng = Tally(), random.Random(11)
+    pools, workload = random_pools(rng), random_workload(rng, short=True)
+    model = TP_MODELS[ranks.size][0]
+    engine = small_engine(model, pools, *strategy(name, 0), late=5, ranks=ranks)
+    engine._executor.runs_ahead = True
+    ranks.call("tests.test_tensor_parallel:answer_late", True)
+    try:
+        run_and_compare(engine, model, workload, rng, tally)
+    finally:
+        ranks.call("tests.test_tensor_parallel:answer_late", False)
+        engine.close()
+    assert tally.tokens > 10 and not tally.forgiven
 
 
 def test_sampled_tokens_and_traces_are_those_of_one_worker(ranks: RayRanks) -> None:

@@ -24,8 +24,8 @@ class Stages:
         config: ModelConfig,
         weights: ModelWeights,
         ops: Ops,
-        group: Group | None = None,
         rotates: bool = True,
+        group: Group | None = None,
     ) -> None:
         self.config = config
         self.rotates = rotates  # False: the attention backend does, as it appends K and V

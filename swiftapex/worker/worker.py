@@ -79,7 +79,7 @@ class Worker:
             self._backends.close()
             raise
         group = None if membership is None else membership.group
-        self._stages = Stages(config, weights, gpu.ops, group, rotates=not gpu.rotates)
+        self._stages = Stages(config, weights, gpu.ops, not gpu.rotates, group)
         max_blocks = -(-max_model_len // engine.block_size)
         self._table = RequestTable(max_blocks, weights.device)
         self._staged: list[StagedPrefill] = []
