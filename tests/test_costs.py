@@ -53,7 +53,9 @@ def test_a_curve_reads_its_points_and_says_what_lies_beyond() -> None:
     assert curve(2) == 12 and curve(6) == 28
     assert curve(10) == 40 + 2 * 6  # the last slope goes on
     assert Curve([3], [7])(100) == 7  # one point has no slope
-    assert Curve([1, 2, 3], [5, 4, 6])(2) == 5  # raised to what less work took
+    assert Curve([1, 2, 3], [5, 4, 6]).ys == [4.5, 4.5, 6]  # what falls is pooled
+    disturbed = Curve([1, 2, 3, 4, 5], [1, 900, 3, 4, 5]).ys
+    assert disturbed == [1, 4, 4, 4, 5]  # one outlier spoils little
     assert curve.dense(3) == [0, 10, 12, 14]
 
 

@@ -401,7 +401,8 @@ def test_policies_import_neither_pipelines_nor_each_other() -> None:
 def test_model_based_takes_the_best_rate_of_what_it_weighed() -> None:
     cheap_cpu = ConstantCostModel(num_layers=4, linear_fixed=100, gpu_token=0.1, cpu_token=0.1)
     seen = set()
-    for cost in (cheap_cpu, COST, ConstantCostModel(num_layers=4, cpu_token=10.0)):
+    costly_rows = ConstantCostModel(num_layers=4, linear_row=60, cpu_token=10.0)
+    for cost in (cheap_cpu, COST, costly_rows):
         harness = hybrid("model_based", cost, policy_args={"margin": 0.0})
         fill(harness, 12, output=40)
         for plan in harness.plans[5:]:
@@ -412,7 +413,7 @@ def test_model_based_takes_the_best_rate_of_what_it_weighed() -> None:
             assert (plan.pipeline != "sequential") == hybrid_wins
             assert plan.pipeline in plan.candidates_us
         harness.drain()
-    assert {"sequential", "asymmetric"} <= seen
+    assert {"sequential", "asymmetric", "async_overlap"} <= seen
 
 
 def test_model_based_overlaps_where_nothing_can_be_hidden_in_a_layer() -> None:
@@ -495,4 +496,17 @@ def test_plans_hold_both_sides_of_equation_5() -> None:
     assert plan.inequality.right == pytest.approx(1e3 * 3 / 428, rel=0.02)
     assert plan.candidates_us.keys() == {"sequential", "asymmetric"}
     assert plan.predicted_us == plan.candidates_us["sequential"]
+    harness.drain()
+
+
+def test_a_prediction_is_no_shorter_than_the_iterations_moves() -> None:
+    cost = ConstantCostModel(num_layers=4, gpu_token=0.1, cpu_token=1.0, copy_token=1000.0)
+    harness = hybrid("neo", cost)
+    requests = fill(harness, 5)
+    for request in requests:
+        if request.placement is GPU:
+            harness.abort(request.request_id)
+    plan = harness.step()
+    blocks = sum(len(move.source_blocks) for move in plan.moves)
+    assert blocks and plan.predicted_us == blocks * 4 * 1000.0
     harness.drain()

@@ -1,7 +1,7 @@
 """Measured tables: curves and surfaces of µs, read by interpolation. No torch here.
 
-All are monotone: measured values are raised to the largest of those for less work (times of more
-work that came out shorter are noise), and between them values are interpolated linearly.
+All are monotone: neighbours that fell where they should have risen are noise, and count as their
+median (`isotonic`); between the points values are interpolated linearly.
 Extrapolation, the same everywhere: below the first point its value holds (a call that does little
 still costs a call), beyond the last one the slope of the last segment goes on.
 """
@@ -12,7 +12,20 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
+from statistics import median
 from typing import Any
+
+
+def isotonic(values: Sequence[float]) -> list[float]:
+    """The values where they do not fall; neighbours that do are pooled, and each pool takes its
+    median, so that one disturbed measurement spoils neither those before it nor those behind it."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([max(0.0, value)])
+        while len(pools) > 1 and median(pools[-2]) > median(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [median(pool) for pool in pools for _ in pool]
 
 
 class Curve:
@@ -21,7 +34,7 @@ class Curve:
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         assert len(xs) == len(ys) >= 1 and list(xs) == sorted(set(xs)), "xs must increase"
         self.xs = list(xs)
-        self.ys = list(accumulate((max(0.0, y) for y in ys), max))
+        self.ys = isotonic(ys)
 
     def __call__(self, x: float) -> float:
         if x <= 0:
@@ -51,14 +64,17 @@ class Surface:
     ) -> None:
         assert len(xs) == len(values) >= 1 and list(xs) == sorted(set(xs)), "xs must increase"
         self.xs, self.ys = list(xs), list(ys)
-        self.rows: list[list[float]] = []
+        rows: list[list[float]] = []
         for row in values:
             known = [(y, v) for y, v in zip(ys, row, strict=True) if v is not None]
             assert known, "a curve needs a measured point"
             curve = Curve([y + 1 for y, _ in known], [v for _, v in known])
-            filled = [curve(y + 1) for y in ys]
-            below = self.rows[-1] if self.rows else filled
-            self.rows.append([max(v, least) for v, least in zip(filled, below, strict=True)])
+            rows.append([curve(y + 1) for y in ys])
+        columns = [isotonic(column) for column in zip(*rows, strict=True)]
+        self.rows: list[list[float]] = []
+        for row in zip(*columns, strict=True):
+            below = self.rows[-1] if self.rows else row
+            self.rows.append([max(pair) for pair in zip(isotonic(row), below, strict=True)])
         self._slopes = list(accumulate((_end_slope(self.ys, row) for row in self.rows), max))
         # What another step of the last width in x adds, which must not fall in y either.
         before, last = self.rows[-2:] if len(self.rows) > 1 else (self.rows[0], self.rows[0])

@@ -23,7 +23,7 @@ from swiftapex.profiler.fingerprint import fingerprint
 from swiftapex.profiler.measure import Points, profile
 from swiftapex.profiler.probe import Probe
 
-_PATIENCE_S = 0.6  # of one measurement; some 100 of them make a profile
+_PATIENCE_S = 0.3  # of one measurement; some 200 of them make a profile
 
 
 def default_cost_model(

@@ -16,6 +16,7 @@ from swiftapex.scheduler.candidates import (
     against_gpu_only,
     candidates,
     cpu_pays,
+    one_batch_us,
     times,
     two_batches_us,
 )
@@ -66,7 +67,7 @@ class ModelBased(Policy):
         if chosen == OVERLAP:
             return overlap_plan(state, cost_model, first, rows, OVERLAP, times(found), sides)
         if chosen == GPU_ONLY:
-            alone = found[GPU_ONLY].us if GPU_ONLY in found else 0.0
+            alone = one_batch_us(state, cost_model, first.load)
             return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)
         split = trim_swap_out(state, cost_model, first, split)
         add_split(state, (first, second), waiting, split)

@@ -11,6 +11,7 @@ from swiftapex.scheduler.candidates import (
     GPU_ONLY,
     against_gpu_only,
     candidates,
+    one_batch_us,
     times,
     two_batches_us,
 )
@@ -45,7 +46,7 @@ class Neo(Policy):
         found = candidates(state, cost_model, first, split, rows=0)
         sides = against_gpu_only(found, EQUATION_5, ASYMMETRIC)
         if not overdue and not split_wins(state, cost_model, first, split):
-            alone = found[GPU_ONLY].us if GPU_ONLY in found else 0.0
+            alone = one_batch_us(state, cost_model, first.load)
             return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)
         add_split(state, (first, second), waiting, split)
         predicted = two_batches_us(state, cost_model, first.load, second.load)

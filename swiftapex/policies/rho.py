@@ -12,6 +12,7 @@ from swiftapex.scheduler.candidates import (
     GPU_ONLY,
     OVERLAP,
     candidates,
+    one_batch_us,
     times,
     two_batches_us,
 )
@@ -64,7 +65,7 @@ class Rho(Policy):
         sides = Inequality("rho_c rho_t > threshold", estimate, self.threshold)
         uses_cpu = estimate > self.threshold or overdue or not first.num_rows
         if not uses_cpu or not (split.count or rows or state.num_in_flight):
-            alone = found[GPU_ONLY].us if GPU_ONLY in found else 0.0
+            alone = one_batch_us(state, cost_model, first.load)
             return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)
         if not split_wins(state, cost_model, first, split):
             return overlap_plan(state, cost_model, first, rows, OVERLAP, times(found), sides)

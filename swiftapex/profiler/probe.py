@@ -18,7 +18,7 @@ from swiftapex.core.request import Placement, SamplingParams
 from swiftapex.executor.base import Executor
 
 _CLOSE = 0.03  # spread of the timed iterations with which a measurement is good enough
-_WARM = 3  # iterations not timed: libraries set themselves up, graphs are recorded
+_WARM = 2  # iterations not timed, after one more: libraries set themselves up, graphs are recorded
 _TOKEN = 3  # any token id
 
 
@@ -54,7 +54,7 @@ class Probe:
         num_blocks: dict[Placement, int],
         block_size: int,
         patience_s: float = 1.0,
-        most: int = 12,
+        most: int = 8,
     ) -> None:
         self._executor = executor
         self._num_blocks = num_blocks
@@ -150,9 +150,13 @@ class Probe:
             now = time.perf_counter()
             times.append(now - last)
             last = now
-            timed = times[warm:]
-            late = now - begin > self._patience_s and len(timed) >= 1
-            if late or len(timed) >= self._most or (len(timed) >= 4 and _spread(timed) < _CLOSE):
+            late = now - begin > self._patience_s and len(times) > 1
+            timed = times[warm:] or times[-1:]
+            if (
+                late
+                or len(timed) >= self._most
+                or (len(times) >= warm + 3 and _spread(timed) < _CLOSE)
+            ):
                 break
         if pending is not None:
             pending.fetch()

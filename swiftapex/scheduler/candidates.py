@@ -43,14 +43,16 @@ def candidates(
     state: SchedulerState, cost: CostModel, first: BatchDraft, split: Split, rows: int
 ) -> dict[str, Candidate]:
     """What could run: GPU-only where the GPU has rows, asymmetric pipelining where the split takes
-    CPU decodes in, asynchronous overlap where `rows` more could start or some are parked. Parked
-    cohorts ride along with each."""
-    load, in_flight, cohorts = first.load, state.num_in_flight, len(state.cohorts)
-    own, parked = gpu_progress(state, first), overlap_tokens(cost, state.num_in_flight)
+    CPU decodes in, asynchronous overlap where `rows` more could start or some are parked.
+
+    Parked cohorts ride along with any of them. They count for the strategies that use the CPU, not
+    for GPU-only: what is asked is whether it pays to have the CPU decode, not whether it pays to
+    take in once more what is under way anyhow."""
+    load, in_flight = first.load, state.num_in_flight
+    own, parked = gpu_progress(state, first), overlap_tokens(cost, in_flight)
     found = {}
     if load.rows:
-        alone = overlap_us(cost, load, in_flight, cohorts) if in_flight else gpu_only_us(cost, load)
-        found[GPU_ONLY] = Candidate(alone, own + parked)
+        found[GPU_ONLY] = Candidate(gpu_only_us(cost, load), own)
     if split.count:
         two = two_batches_us(state, cost, *split.loads)
         found[ASYMMETRIC] = Candidate(two, own + split.count + parked)
@@ -59,10 +61,20 @@ def candidates(
     return found
 
 
+def one_batch_us(state: SchedulerState, cost: CostModel, load: Load) -> float:
+    """A sequential iteration; parked cohorts ride along with it. It ends when its moves have."""
+    copies = cost.copy_us(state.moving_tokens)
+    if state.num_in_flight:
+        return max(copies, overlap_us(cost, load, state.num_in_flight, len(state.cohorts)))
+    return max(copies, gpu_only_us(cost, load))
+
+
 def two_batches_us(state: SchedulerState, cost: CostModel, large: Load, small: Load) -> float:
-    """An asymmetric iteration; parked cohorts ride along with its first sub-batch."""
+    """An asymmetric iteration; parked cohorts ride along with its first sub-batch. It ends when
+    its moves have."""
     riders = -(-state.num_in_flight // (cost.num_layers + 1))
-    return asymmetric_us(cost, large.with_rows(riders) if riders else large, small)
+    us = asymmetric_us(cost, large.with_rows(riders) if riders else large, small)
+    return max(us, cost.copy_us(state.moving_tokens))
 
 
 def _overlap(

@@ -32,5 +32,7 @@ def overlap_plan(
         cut_chunks(state, main, main.chunks, keep)
     cohort = new_cohort(state, main, rows)
     in_flight = state.num_in_flight + cohort.num_rows
-    predicted = overlap_us(cost, main.load, in_flight, len(state.cohorts) + bool(cohort.num_rows))
+    cohorts = len(state.cohorts) + bool(cohort.num_rows)
+    a_pass = overlap_us(cost, main.load, in_flight, cohorts)
+    predicted = max(a_pass, cost.copy_us(state.moving_tokens))
     return state.step_plan(pipeline, [main], [cohort], predicted, candidates_us, inequality)

@@ -108,6 +108,11 @@ class SchedulerState:
         return self._index.cpu_tokens
 
     @property
+    def moving_tokens(self) -> int:
+        """Tokens of KV, whole blocks, that the plan being composed moves to the other side."""
+        return sum(len(move.source_blocks) for move in self._moves) * self.blocks.block_size
+
+    @property
     def anything_in_flight(self) -> bool:
         """Whether a cohort is parked, be it only of requests that have ended."""
         return bool(self._draining) or self.num_in_flight > 0
