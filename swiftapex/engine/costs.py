@@ -55,8 +55,8 @@ class ProfiledEngine:
     executor: Executor
 
     def cost_model(self, uses_cpu: bool) -> CostModel:
-        """As `engine.profile` says; see EngineConfig. With auto nothing is measured for a policy
-        without the CPU side, which has nothing to choose: only a profile that is there is read."""
+        """As `engine.profile` says; see EngineConfig. Auto reads what was measured before, and
+        measures nothing itself."""
         asked = self.engine.profile
         if asked == "off" or (asked == "auto" and self.engine.device != "cuda"):
             sizes = self.sizes
@@ -67,7 +67,7 @@ class ProfiledEngine:
             found: store.Profile | None = store.read(Path(asked), self.fingerprint())
         else:
             found = store.find(self.folder, self.fingerprint())
-        if found is None and asked == "auto" and not uses_cpu:
+        if found is None and asked == "auto":
             return default_cost_model(
                 self.config, self.dtype, self.sizes.cpu_dtype, self.engine, uses_cpu
             )
