@@ -4,7 +4,7 @@
 
 Prints a line of JSON per policy and regime: median and 90th percentile of the time of `plan`, of
 booking what a plan did (`settle`), rows per plan and pipelines. Requests begin decoding at once;
-parked cohorts come back after one or two passes per layer's worth of iterations.
+parked cohorts come back after 16 to 33 passes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swiftapex.scheduler.state import SchedulerState
 
 GPU, CPU = Placement.GPU, Placement.CPU
 BLOCK = 16
-# Blocks on each side, and passes that a cohort is parked.
+# Blocks on each side.
 REGIMES = {"small-gpu": (54, 60_000), "medium-gpu": (1650, 60_000), "large-gpu": (60_000, 60_000)}
 
 
