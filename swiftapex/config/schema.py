@@ -97,9 +97,9 @@ class EngineConfig(Section):
 
     `profile`: where policies take the cost of work from. on: measured tables, from the cache of
     profiles or measured now; off: closed forms at default rates; auto: with device cuda a profile
-    that is in the cache, else as off; else the path of a profile, which must be one of this model on this machine.
-    `profile_folder`: the cache (null: ~/.cache/swiftapex/profiles). `online_correction`: whether
-    measured iterations correct measured tables.
+    that is in the cache, else as off; else the path of a profile, which must be one of this model
+    on this machine. `profile_folder`: the cache (null: ~/.cache/swiftapex/profiles).
+    `online_correction`: whether measured iterations correct measured tables.
     """
 
     device: Literal["cpu", "cuda", "reference"] = "cpu"
