@@ -18,6 +18,7 @@ from swiftapex.worker.worker import Worker
 from tests.hybrid import (
     STRATEGIES,
     TP_MODELS,
+    Pools,
     Tally,
     factory_on,
     random_pools,
@@ -74,9 +75,12 @@ def test_native_lanes(ranks: RayRanks) -> None:
 def test_smollm2(ranks: RayRanks) -> None:
     if ranks.size != 3:
         pytest.skip("9 query heads and 3 KV heads")
-    tally = Tally()
-    run_schedule("smollm2", *strategy("apex", 1), 1, tally, ranks=ranks)
-    assert tally.tokens > 0 and not tally.forgiven
+    tally, pools = Tally(), Pools(gpu=3, cpu=64, block_size=16, rows=16, chunk=64)
+    workload = [(0, [504 + i, 720, 91 + i, 17, 30 * i + 3], 8) for i in range(5)]
+    engine = small_engine("smollm2", pools, *strategy("asymmetric", 0), late=1, ranks=ranks)
+    run_and_compare(engine, "smollm2", workload, random.Random(1), tally)
+    engine.close()
+    assert tally.cpu_tokens > 0 and not tally.forgiven
 
 
 def answer_late(worker: Worker, late: bool) -> None:
