@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftapex.config.schema import EngineConfig, ModelSection
-from swiftapex.core.errors import ConfigError, EngineError, RequestError
+from swiftapex.core.errors import EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import (
@@ -26,7 +26,9 @@ from swiftapex.core.trace import TraceRecorder
 from swiftapex.cost_model import CostModel
 from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.engine.admission import check_prompt, fit_sampling
+from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.costs import ProfiledEngine
+from swiftapex.engine.stats import EngineStats, count
 from swiftapex.engine.text import TextStream
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
@@ -38,25 +40,6 @@ from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.state import SchedulerState
 
 _EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts at a moment. Requests: `waiting` own no blocks, `running_gpu` and `running_cpu` own
-    blocks on that side, `parked` are those of the CPU's whose decode is in flight. Since the start:
-    `preemptions` (recomputed), `moves` between the sides, `cpu_decoded_tokens`."""
-
-    gpu_blocks_free: int
-    gpu_blocks_total: int
-    cpu_blocks_free: int
-    cpu_blocks_total: int
-    waiting: int
-    running_gpu: int
-    running_cpu: int
-    parked: int
-    preemptions: int
-    moves: int
-    cpu_decoded_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +67,12 @@ class Engine:
         keep_iterations: bool = True,
         make_executor: ExecutorFactory = make_executor,
     ) -> None:
-        _check_supported(engine)
+        check_supported(engine)
         self._policy = make_policy(policy, policy_args)
         source = open_model(model)
         self.model_config = source.config
         self.tokenizer = source.tokenizer()
-        self.max_model_len = _max_model_len(engine, source.config.max_length)
+        self.max_model_len = max_model_len(engine, source.config.max_length)
         self.iterations: list[IterationRecord] = []
         self.num_iterations = 0
         self._keep_iterations = keep_iterations
@@ -246,20 +229,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._lock:
-            gpu, cpu = Placement.GPU, Placement.CPU
-            return EngineStats(
-                gpu_blocks_free=self._blocks.num_free(gpu),
-                gpu_blocks_total=self._blocks.num_total(gpu),
-                cpu_blocks_free=self._blocks.num_free(cpu),
-                cpu_blocks_total=self._blocks.num_total(cpu),
-                waiting=self._queue.num_waiting,
-                running_gpu=self._state.running_on(gpu),
-                running_cpu=self._state.running_on(cpu),
-                parked=self._state.num_in_flight,
-                preemptions=self._state.num_preemptions,
-                moves=self._state.num_moves,
-                cpu_decoded_tokens=self._cpu_decoded_tokens,
-            )
+            return count(self._queue, self._state, self._blocks, self._cpu_decoded_tokens)
 
     def busy(self) -> BusyTimes:
         """Seconds of computing so far on each side."""
@@ -470,32 +440,4 @@ class Engine:
             self._fail("stuck")
             raise EngineError(
                 f"no progress in {_EMPTY_STEPS} iterations: {self.stats()}; " + "; ".join(heads)
-            )
-
-
-def _max_model_len(engine: EngineConfig, model_length: int) -> int:
-    """ConfigError where the engine is asked for more than the model is made for."""
-    if engine.max_model_len == "auto":
-        return model_length
-    if engine.max_model_len > model_length:
-        raise ConfigError(
-            f"engine.max_model_len: {engine.max_model_len} is more than the model's {model_length}"
-        )
-    return engine.max_model_len
-
-
-def _check_supported(engine: EngineConfig) -> None:
-    """ConfigError for settings that this engine would not heed: a result must not claim them."""
-    defaults = EngineConfig()
-    unheeded = ["gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
-    if engine.device != "cuda":
-        unheeded += ["gpu.sm_count", "gpu.memory"]
-    for key in unheeded:
-        asked, default = engine, defaults
-        for part in key.split("."):
-            asked, default = getattr(asked, part), getattr(default, part)
-        if asked != default:
-            raise ConfigError(
-                f"engine.{key}: {asked!r} is not supported with device {engine.device}, leave it "
-                f"{default!r}"
             )

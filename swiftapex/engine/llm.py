@@ -11,7 +11,8 @@ from swiftapex.config.load import parse_section
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import RequestError
 from swiftapex.core.request import FinishReason, Request, SamplingParams
-from swiftapex.engine.engine import Engine, EngineStats
+from swiftapex.engine.engine import Engine
+from swiftapex.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
 
