@@ -96,6 +96,8 @@ class CpuBackend:
             reject("attend: int8 KV is for native decodes only", kv=kv, qkv=qkv)
         if num_native > 0:
             self._attend_decodes(kv, batch, shape, qkv, out)
+        if num_native == batch.num_tokens:
+            return out.view(num_native, -1)
         lens = (1,) * (batch.num_decodes - num_native) + batch.chunk_lens
         begin = num_native
         contexts = (*batch.context_lens[num_native : batch.num_decodes].tolist(),)

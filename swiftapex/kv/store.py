@@ -27,6 +27,7 @@ class KVStore:
         self._shape = shape
         self._num_layers = num_layers
         self._kv: dict[Placement, Tensor] = {}
+        self._layers: dict[Placement, tuple[Tensor, ...]] = {}  # its layers: asked for very often
 
     def allocate(
         self,
@@ -41,14 +42,15 @@ class KVStore:
         on_host = placement is Placement.CPU
         allocate = backend.allocate_host_kv if on_host else backend.allocate_kv
         self._kv[placement] = allocate(layers, num_blocks, self._shape, dtype)
+        self._layers[placement] = self._kv[placement].unbind()
 
     def layer(self, side: Placement, layer: int) -> Tensor:
         """[blocks, ...] of one layer."""
-        return self._kv[side][layer]
+        return self._layers[side][layer]
 
     def staging(self, slot: int) -> Tensor:
         """[blocks, kv_heads, 2, block_size, head_dim] of one of the staging area's layers."""
-        return self._kv[Placement.STAGING][slot]
+        return self._layers[Placement.STAGING][slot]
 
     def start_moves(self, moves: Sequence[Move], copies: Copies) -> list[CopyTicket]:
         """Starts the copies of all layers, beside whatever computes; the caller waits for them."""
@@ -71,3 +73,4 @@ class KVStore:
 
     def close(self) -> None:
         self._kv.clear()
+        self._layers.clear()
