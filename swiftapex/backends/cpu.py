@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 import swiftapex._kernels_cpu as kernels
@@ -20,6 +17,7 @@ from swiftapex.backends.cpu_ops import (
     reject,
     torch_threads,
 )
+from swiftapex.backends.host import HostBackend
 from swiftapex.backends.reference import append, gather, split_heads
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
@@ -30,14 +28,11 @@ _WEIGHT_ALIGNMENT = 64  # bytes
 _SPIN_US = 200  # Python often takes longer between two kernels than the pool spins by default
 
 
-class CpuBackend:
+class CpuBackend(HostBackend):
     """Decode steps run on the native pool alone. torch keeps to the calling thread, except for
     linear layers of many rows and for prefill attention, where it has as many threads as the pool:
     after each of its parallel operations its threads spin for some milliseconds, on the CPUs that
     the native kernels of a decode step would need. The process's own setting returns on close."""
-
-    device = torch.device("cpu")
-    rotates = False
 
     def __init__(self, threads: ThreadPlan) -> None:
         self._pool = kernels.ThreadPool(threads.count, list(threads.cpus), spin_us=_SPIN_US)
@@ -48,16 +43,6 @@ class CpuBackend:
         self._planned: PlannedDecodes | None = None
         self._weight_room = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
 
-    def rotate_append(
-        self,
-        kv: Tensor | None,
-        slots: Tensor | None,
-        qkv: Tensor,
-        rotation: Tensor,
-        shape: AttentionShape,
-    ) -> None:
-        raise NotImplementedError("the layer math rotates, attention appends")
-
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
@@ -67,15 +52,6 @@ class CpuBackend:
         row = kv_row(shape.head_dim, dtype)
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, row)
         return zeroed_huge_pages(size, dtype)
-
-    allocate_host_kv = allocate_kv
-
-    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """The arrays' own memory."""
-        return [torch.from_numpy(array) for array in arrays]
-
-    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """From 2 MiB pages that weights share: reading them all in a pass then costs few address

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import swiftapex._kernels_cuda as kernels
 from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
+from swiftapex.backends.reference import ReferenceOps
 
 
 def stream_handle() -> int:
@@ -15,12 +15,9 @@ def stream_handle() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-class CudaOps:
+class CudaOps(ReferenceOps):
     """Launches on torch's current stream; nothing waits. `proj_ffn` writes its result over `x`:
     no stage needs the residual stream of an earlier one."""
-
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(token_ids, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
@@ -43,12 +40,6 @@ class CudaOps:
             stream_handle(),
         )
         return y
-
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        y = F.linear(x, weight, bias)
-        return y if residual is None else y.add_(residual)
 
     def rope(self, x: Tensor, rotation: Tensor) -> None:
         n, heads, head_dim = x.shape
@@ -81,22 +72,6 @@ class CudaOps:
             width // 2,
             stream_handle(),
         )
-        return y
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        rotation: Tensor | None = None,
-        num_rotated: int = 0,
-    ) -> Tensor:
-        y = F.linear(self.rms_norm(x, norm, eps), weight, bias)
-        if rotation is not None:
-            heads = y.view(len(y), -1, rotation.shape[1])
-            self.rope(heads[:, :num_rotated], rotation)
         return y
 
     def proj_ffn(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
+from swiftapex.backends.host import HostBackend
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
 
@@ -79,38 +78,17 @@ class ReferenceOps:
         return indices.masked_fill_(invalid, 0), invalid
 
 
-class ReferenceBackend:
+class ReferenceBackend(HostBackend):
     """Attention over paged KV that gathers each request's K and V and calls a plain softmax."""
-
-    device = torch.device("cpu")
-    rotates = False
 
     def __init__(self) -> None:
         self.ops: Ops = ReferenceOps()
-
-    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
-
-    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
-
-    def rotate_append(
-        self,
-        kv: Tensor | None,
-        slots: Tensor | None,
-        qkv: Tensor,
-        rotation: Tensor,
-        shape: AttentionShape,
-    ) -> None:
-        raise NotImplementedError("the layer math rotates, attention appends")
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         return torch.zeros(size, dtype=dtype)
-
-    allocate_host_kv = allocate_kv
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

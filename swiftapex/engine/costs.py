@@ -58,19 +58,15 @@ class ProfiledEngine:
         """As `engine.profile` says; see EngineConfig. Auto reads what was measured before, and
         measures nothing itself."""
         asked = self.engine.profile
-        if asked == "off" or (asked == "auto" and self.engine.device != "cuda"):
-            sizes = self.sizes
-            return default_cost_model(
-                self.config, self.dtype, sizes.cpu_dtype, self.engine, uses_cpu
-            )
-        if asked not in ("auto", "on"):
-            found: store.Profile | None = store.read(Path(asked), self.fingerprint())
-        else:
+        auto = asked == "auto" and self.engine.device == "cuda"
+        found: store.Profile | None = None
+        if auto or asked == "on":
             found = store.find(self.folder, self.fingerprint())
-        if found is None and asked == "auto":
-            return default_cost_model(
-                self.config, self.dtype, self.sizes.cpu_dtype, self.engine, uses_cpu
-            )
+        elif asked not in ("auto", "off"):
+            found = store.read(Path(asked), self.fingerprint())
+        if found is None and asked in ("auto", "off"):
+            cpu_dtype = self.sizes.cpu_dtype
+            return default_cost_model(self.config, self.dtype, cpu_dtype, self.engine, uses_cpu)
         measured = MeasuredCostModel((found or self.measure()).tables)
         return CorrectedCostModel(measured) if self.engine.online_correction else measured
 
