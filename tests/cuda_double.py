@@ -12,7 +12,7 @@ import importlib
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest import mock
@@ -151,6 +151,13 @@ def copy_blocks(
     for i, j in zip(sources, targets, strict=True):
         block = _at(src + i * src_bytes, _DTYPES[src_dtype], size)
         _at(dst + j * dst_bytes, _DTYPES[dst_dtype], size).copy_(block)
+
+
+def transfer_blocks(
+    src: int, dst: int, src_ids: Sequence[int], dst_ids: Sequence[int], size: int, stream: int
+) -> None:
+    for i, j in zip(src_ids, dst_ids, strict=True):
+        _at(dst + j * size, torch.uint8, size).copy_(_at(src + i * size, torch.uint8, size))
 
 
 class _Event:

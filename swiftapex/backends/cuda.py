@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +23,8 @@ from swiftapex.backends.reference import causal_attention, gather, split_heads
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
-_REGISTER_BYTES = 1 << 30  # of host memory pinned by one call
+_REGISTER_BYTES = 1 << 30  # of host memory pinned by one call, more or less
+_PAGE_BYTES = 4096
 _REGISTER_THREADS = 8
 _ALIGNMENT = 16  # bytes, of each array in a transfer
 
@@ -107,12 +109,14 @@ class CudaBackend:
     def allocate_host_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
-        """2 MiB pages, pinned piece by piece, so that the GPU's copies reach them."""
+        """2 MiB pages, pinned in pieces of whole blocks, so that the GPU's copies reach them."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         kv = zeroed_huge_pages(size, dtype)
+        unit = math.lcm(kv[0, 0].nbytes, _PAGE_BYTES)
+        piece_bytes = -(-_REGISTER_BYTES // unit) * unit
         pieces = [
-            (kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin))
-            for begin in range(0, kv.nbytes, _REGISTER_BYTES)
+            (kv.data_ptr() + begin, min(piece_bytes, kv.nbytes - begin))
+            for begin in range(0, kv.nbytes, piece_bytes)
         ]
         with ThreadPoolExecutor(_REGISTER_THREADS) as pool:  # most of the time is zeroing pages
             for piece, error in zip(pieces, pool.map(_register, pieces), strict=True):
