@@ -332,14 +332,16 @@ def test_chunks_of_an_overlapped_pass_fit_the_cpus_visit() -> None:
     load = Load(rows=104, gpu_tokens=50, chunks=((60, 0), (40, 7)))
     assert overlap_us(cost, load.without_chunks(), 0) == 208
     # A visit of 260 µs is less than twice 208: up to 2 (100 + 4 + p) = 416, p = 104: all.
-    assert overlap_chunk_tokens(cost, load, 0, 260) == 100
+    assert overlap_chunk_tokens(cost, load, 0, 260, cpu_free=1.0) == 100
     cost = ConstantCostModel(num_layers=2, linear_fixed=10, linear_row=10, gpu_token=0)
     # Alone 2 (10 + 40) = 100, twice that is 200: 2 (10 + 10 (4 + p)) <= 200, p = 5.
-    assert overlap_chunk_tokens(cost, load, 0, 0) == 5
+    assert overlap_chunk_tokens(cost, load, 0, 0, cpu_free=1.0) == 5
+    # With a fifth of the CPU's KV left: 2 (10 + 10 (4 + p)) <= 120, p = 1.
+    assert overlap_chunk_tokens(cost, load, 0, 0, cpu_free=0.2) == 1
     # A visit of 500 µs: 2 (10 + 10 (4 + p)) <= 500, p = 20.
-    assert overlap_chunk_tokens(cost, load, 0, 500) == 20
+    assert overlap_chunk_tokens(cost, load, 0, 500, cpu_free=0.2) == 20
     alone = Load(rows=100, chunks=((100, 0),))
-    assert overlap_chunk_tokens(cost, alone, 0, 0) == 100  # nothing else waits for the pass
+    assert overlap_chunk_tokens(cost, alone, 0, 0, 0.0) == 100  # nothing else waits for the pass
 
 
 def test_cpu_takes_in_no_more_than_it_can_serve_in_a_pass() -> None:

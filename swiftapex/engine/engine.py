@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftapex.config.schema import EngineConfig, ModelSection
-from swiftapex.core.errors import EngineError, RequestError
+from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import (
@@ -226,6 +226,15 @@ class Engine:
         """Drops the text that was kept for a request that has ended."""
         if request_id not in self._live:
             self._streams.pop(request_id, None)
+
+    def use_policy(self, policy: str, policy_args: Mapping[str, Any] | None = None) -> None:
+        """Another policy from the next iteration on. ConfigError where it wants a CPU side that
+        this engine was made without."""
+        chosen = make_policy(policy, policy_args)
+        if chosen.uses_cpu and self._blocks.num_total(Placement.CPU) == 0:
+            raise ConfigError(f"policy {policy!r} needs a CPU side, and this engine has none")
+        with self._lock:
+            self._policy = chosen
 
     def stats(self) -> EngineStats:
         with self._lock:

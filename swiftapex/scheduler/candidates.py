@@ -87,7 +87,7 @@ def _overlap(
     visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
     chunk_tokens = sum(tokens for tokens, _ in load.chunks)
     if chunk_tokens:
-        keep = overlap_chunk_tokens(cost, load, in_flight, visit)
+        keep = overlap_chunk_tokens(cost, load, in_flight, visit, state.cpu_free)
         own -= (own - load.gpu_requests) * (1 - keep / chunk_tokens)
         load = first_chunks(load, keep)
     us = overlap_us(cost, load, in_flight, cohorts)

@@ -28,7 +28,7 @@ def overlap_plan(
     if in_flight:
         cohorts = len(state.cohorts) + bool(rows)
         visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
-        keep = overlap_chunk_tokens(cost, main.load, in_flight, visit)
+        keep = overlap_chunk_tokens(cost, main.load, in_flight, visit, state.cpu_free)
         cut_chunks(state, main, main.chunks, keep)
     cohort = new_cohort(state, main, rows)
     in_flight = state.num_in_flight + cohort.num_rows
