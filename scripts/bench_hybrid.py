@@ -10,7 +10,7 @@ measurement:
 - `--kinds window` (default): requests begin at evenly spread progress with their KV in place, new
   ones wait behind them, and a window is measured after a warm-up. It is `valid` if prefilled tokens
   over the input length and output tokens over the output length, requests per window both, agree
-  within 5 %; it goes on until they do, for at most three times as long.
+  within 5 %; it goes on until they do, for at most twice as long.
 - `--kinds decode`: the same without new requests: the rate of decoding alone.
 - `--kinds whole`: all requests arrive at once and run to their end.
 
@@ -125,8 +125,8 @@ def window(
     def steps(seconds: float) -> float:
         start = time.perf_counter()
         while engine.has_work and time.perf_counter() - start < seconds:
-            if feed and engine.stats().waiting < 8:
-                run.add(16)
+            if feed and engine.stats().waiting < 256:
+                run.add(64)
             engine.step()
         return time.perf_counter() - start
 
@@ -140,7 +140,7 @@ def window(
         prefilled = sum(r.prefill_tokens for r in engine.iterations)
         ins, outs = prefilled / workload.mean_input, output / workload.mean_output
         valid = not feed or abs(ins - outs) <= AGREE * max(ins, outs)
-        if valid or seconds >= 3 * args.seconds or not engine.has_work:
+        if valid or seconds >= 2 * args.seconds or not engine.has_work:
             break
     now, stats = engine.busy().cpu_s, engine.stats()
     rate = output / seconds
