@@ -127,7 +127,7 @@ class AnalyticCostModel:
             return 0.0
         read = self._weight_bytes / self._rates.weight_bytes_per_s
         multiply = 2 * self._parameters * rows / self._rates.flops_per_s
-        blend = (read**_BLEND + multiply**_BLEND) ** (1 / _BLEND)
+        blend: float = (read**_BLEND + multiply**_BLEND) ** (1 / _BLEND)
         return blend * 1e6 + 2 * self._rates.stage_us
 
     def gpu_attention_us(self, tokens: int, requests: int = 1) -> float:

@@ -24,7 +24,6 @@ from swiftapex.scheduler.split import add_split, split_for
 from swiftapex.scheduler.state import SchedulerState
 
 _EVERY = 8  # iterations between two comparisons: the mix changes slowly
-_MEMORY = 0.95  # of the prompts' share, from one comparison to the next
 _STAY = 1.05  # by how much another strategy must be better: to change takes some passes
 _LEAST_CHUNK = 16  # tokens
 WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
@@ -50,8 +49,6 @@ class ModelBased(Policy):
         self.margin = margin
         self._strategy = GPU_ONLY
         self._yields: dict[str, steady.Steady] = {}
-        self._counted = (0, 0)  # tokens prefilled and decoded when last asked
-        self._recent = (0.0, 0.0)  # of those, the older the less
 
     def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
         if state.iteration % _EVERY == 0 or not self._yields:
@@ -98,7 +95,7 @@ class ModelBased(Policy):
 
     def _compare(self, state: SchedulerState, cost: CostModel) -> None:
         """Chooses the strategy for the next iterations."""
-        mix = steady.Mix.of(state, self._prompt_share(state))
+        mix = steady.Mix.of(state)
         self._yields = found = {
             GPU_ONLY: steady.gpu_only(cost, mix),
             ASYMMETRIC: steady.asymmetric(cost, mix),
@@ -108,18 +105,6 @@ class ModelBased(Policy):
         rates[GPU_ONLY] *= 1 + self.margin
         rates[self._strategy] *= _STAY if self._strategy != GPU_ONLY else 1
         self._strategy = max(rates, key=rates.__getitem__)
-
-    def _prompt_share(self, state: SchedulerState) -> float:
-        """Tokens of prompts per token of output, of late; before the first outputs, as if each
-        prompt gave one token."""
-        counts = state.num_prefilled, state.num_decoded
-        self._recent = tuple(  # type: ignore[assignment]
-            _MEMORY * old + now - before
-            for old, now, before in zip(self._recent, counts, self._counted, strict=True)
-        )
-        self._counted = counts
-        prefilled, decoded = self._recent
-        return prefilled / max(1.0, decoded)
 
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
         """Tokens of prefill in an iteration: as many as its tokens ask for, and more while there is

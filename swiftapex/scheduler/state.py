@@ -29,8 +29,6 @@ class SchedulerState:
         self.iteration = 0
         self.num_preemptions = 0
         self.num_moves = 0
-        self.num_prefilled = 0  # tokens of prompts
-        self.num_decoded = 0  # decodes that completed their token
         self.cohorts = CohortBook()
         self._index = RequestIndex()
         self._on_gpu = 0  # running requests whose blocks are there
@@ -333,10 +331,6 @@ class SchedulerState:
             self.blocks.finish_move(move.request_id)
             if (request := running(move.request_id)) is not None:
                 request.moving = False
-        self.num_decoded += len(self._in_flight - in_flight)
-        for row in (row for b in plan.sub_batches for row in b.rows):
-            self.num_prefilled += 0 if row.is_decode else row.num_tokens
-            self.num_decoded += row.is_decode
         for row in (row for b in plan.sub_batches + plan.new_cohorts for row in b.rows):
             if row.is_decode and row.placement is Placement.GPU:
                 continue  # stays what and where it is

@@ -38,8 +38,9 @@ class Mix:
     max_rows: int  # of a linear batch
 
     @staticmethod
-    def of(state: SchedulerState, prompt_share: float) -> Mix:
-        """Of what runs, and of what waits as far as there is KV for it."""
+    def of(state: SchedulerState) -> Mix:
+        """Of what runs, and of what waits as far as there is KV for it. Prompts count while there
+        are any."""
         gpu, cpu = (state.running_on(side) for side in (Placement.GPU, Placement.CPU))
         waiting = state.queue.num_waiting
         if cpu:
@@ -56,6 +57,8 @@ class Mix:
 
         on_gpu = held(Placement.GPU, gpu, gpu + waiting)
         on_cpu = held(Placement.CPU, cpu, cpu + max(0, waiting - (on_gpu - gpu)))
+        prompts = waiting or any(True for _ in state.prefilling())
+        prompt_share = state.queue.prompt_share() if prompts else 0.0
         limits = state.limits
         rows = min(on_gpu, limits.max_batch_size)
         most = limits.max_tokens_in_batch
