@@ -54,6 +54,7 @@ def make_engine(args: argparse.Namespace, strategy: str) -> Engine:
             max_batch_size=args.max_batch,
             max_tokens_in_batch=args.max_tokens,
             profile=args.profile,
+            tensor_parallel_size=args.tp,
         ),
         policy=policy,
         policy_args=policy_args,
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--profile", default="auto")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--lengths", nargs="+", default=["400x200"], help="input x output")
     parser.add_argument("--requests", type=int, default=1000, help="at most, or of a whole run")
     parser.add_argument("--kinds", nargs="+", default=["window"], choices=KINDS)
