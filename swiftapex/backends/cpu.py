@@ -20,6 +20,7 @@ from swiftapex.backends.cpu_ops import (
 from swiftapex.backends.host import HostBackend
 from swiftapex.backends.reference import append, gather, split_heads
 from swiftapex.backends.threads import ThreadPlan
+from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
 _HUGE_PAGE = 2 * 1024 * 1024  # bytes
@@ -231,7 +232,11 @@ def zeroed_huge_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if count == 0:
         return torch.zeros(size, dtype=dtype)
     # Private: most systems have no huge pages for shared memory, which is the default here.
-    memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+    try:
+        memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+    except OSError as error:
+        needed = count * dtype.itemsize / 2**30
+        raise ConfigError(f"{needed:.1f} GiB of KV cannot be had from the host: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -142,19 +142,30 @@ def physical_cores_first(cpus: list[int], root: Path = Path("/")) -> list[int]:
 def cgroup_cpus(root: Path = Path("/")) -> float:
     """CPUs' worth of time that the cgroups of this process allow; infinity without a quota.
     Every level from the process's own group up to the mount's root may hold a quota."""
-    limits = [math.inf]
+    quotas = {1: _quota_v1, 2: _quota_v2}
+    return min(
+        (quotas[version](folder) for folder, version in cgroup_folders("cpu", root)),
+        default=math.inf,
+    )
+
+
+def cgroup_folders(controller: str, root: Path = Path("/")) -> list[tuple[Path, int]]:
+    """The folders that may limit this process in `controller`, from its own group up to the root
+    of the mount, each with the version of its cgroups."""
+    found = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            mounts, quota_of = [root / "sys/fs/cgroup"], _quota_v2
-        elif "cpu" in controllers.split(","):
-            mounts, quota_of = [root / "sys/fs/cgroup" / d for d in ("cpu", controllers)], _quota_v1
+        if not controllers:
+            mounts, version = [root / "sys/fs/cgroup"], 2
+        elif controller in controllers.split(","):
+            mounts = [root / "sys/fs/cgroup" / name for name in (controller, controllers)]
+            version = 1
         else:
             continue
         own = path.strip("/")
         levels = [Path(own), *Path(own).parents] if own else [Path()]
-        limits += [quota_of(mount / level) for mount in mounts for level in levels]
-    return min(limits)
+        found += [(mount / level, version) for mount in mounts for level in levels]
+    return found
 
 
 def _quota_v2(group: Path) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from swiftapex.config.presets import PRESETS
 from swiftapex.config.values import Auto, Bytes, Count, FileName, PositiveFloat, PositiveInt
 
 DEFAULT_KV_TOKENS = 16384  # of a side for which neither kv_tokens nor kv_memory is given
@@ -68,11 +69,20 @@ class KvSection(Section):
 
 class GpuConfig(KvSection):
     """The GPU side: each GPU's. `sm_count` and `memory` (bytes) cap a larger GPU to emulate a
-    smaller one."""
+    smaller one; `preset` gives both where they are null (config/presets.py says what for)."""
 
-    preset: Literal["none"] = "none"
+    preset: Literal["none", "t4", "a10g", "l4", "h100"] = "none"
     sm_count: PositiveInt | None = None
     memory: Bytes | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        preset = PRESETS.get(str(data.get("preset"))) if isinstance(data, Mapping) else None
+        if preset is None:
+            return data
+        filled = {"sm_count": preset.sm_count, "memory": preset.memory}
+        return filled | {k: v for k, v in data.items() if k not in filled or v is not None}
 
 
 class CpuConfig(KvSection):

@@ -20,9 +20,9 @@ def max_model_len(engine: EngineConfig, model_length: int) -> int:
 def check_supported(engine: EngineConfig) -> None:
     """ConfigError for settings that this engine would not heed: a result must not claim them."""
     defaults = EngineConfig()
-    unheeded = ["gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
+    unheeded = ["cpu.numa", "cpu.hugepages", "cpu.mlock"]
     if engine.device != "cuda":
-        unheeded += ["gpu.sm_count", "gpu.memory"]
+        unheeded = ["gpu.preset", "gpu.sm_count", "gpu.memory", *unheeded]
     for key in unheeded:
         asked, default = engine, defaults
         for part in key.split("."):

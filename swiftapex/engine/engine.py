@@ -32,7 +32,7 @@ from swiftapex.engine.stats import EngineStats, count
 from swiftapex.engine.text import TextStream
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
-from swiftapex.kv.sizing import kv_sizes
+from swiftapex.kv.sizing import check_host_room, kv_sizes
 from swiftapex.model.source import open_model
 from swiftapex.policies import make_policy
 from swiftapex.scheduler.draft import Limits
@@ -81,6 +81,7 @@ class Engine:
         self._lock = threading.RLock()
         uses_cpu = self._policy.uses_cpu
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
+        check_host_room(source.config, source.dtype, engine, sizes)
         self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
         self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from swiftapex.config.schema import EngineConfig
 from swiftapex.core.ops import AttentionShape
 from swiftapex.core.request import Placement
+from swiftapex.kv.host_memory import check_host_memory
 from swiftapex.model.config import ModelConfig
 from swiftapex.model.shard import Shard
 
@@ -63,3 +64,14 @@ def kv_sizes(
     staging = min(share * config.num_layers // STAGING_DEPTH, longest)
     taken = -(-staging * STAGING_DEPTH // config.num_layers)
     return KVSizes(gpu - taken, cpu, staging, cpu_dtype)
+
+
+def check_host_room(config: ModelConfig, dtype: str, engine: EngineConfig, sizes: KVSizes) -> None:
+    """ConfigError where the host has no room for what these sizes put there: the CPU's KV and, on
+    devices that compute on the host, the GPU side's. See `check_host_memory`."""
+    ranks = engine.tensor_parallel_size
+    part = Shard(0, ranks).config(config)
+    total = sizes.cpu_blocks * part.kv_bytes_per_token(sizes.cpu_dtype)
+    if engine.device != "cuda":
+        total += sizes.gpu_blocks * part.kv_bytes_per_token(dtype)
+    check_host_memory(total * engine.block_size * ranks, "engine.cpu and engine.gpu")
