@@ -26,7 +26,7 @@ from swiftapex.scheduler.state import SchedulerState
 _EVERY = 8  # iterations between two comparisons: the mix changes slowly
 _STAY = 1.05  # by how much another strategy must be better: to change takes some passes
 _LEAST_CHUNK = 16  # tokens
-WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
+_WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
 
 class ModelBased(Policy):
@@ -62,7 +62,8 @@ class ModelBased(Policy):
         promote(state, first)
         add_prefill(state, first, gpu_first(state, self._cpu_full, keep_busy=False))
 
-        us, sides = {name: found.us for name, found in self._yields.items()}, self._sides()
+        us = {name: found.us for name, found in self._yields.items() if found.rate}
+        sides = self._sides()
         if rows or returning or (overlaps and state.num_in_flight):
             keep = self._chunk(OVERLAP, state)
             return overlap_plan(state, cost_model, first, rows, OVERLAP, us, sides, keep)
@@ -96,14 +97,14 @@ class ModelBased(Policy):
     def _compare(self, state: SchedulerState, cost: CostModel) -> None:
         """Chooses the strategy for the next iterations."""
         mix = steady.Mix.of(state)
-        self._yields = found = {
-            GPU_ONLY: steady.gpu_only(cost, mix),
-            ASYMMETRIC: steady.asymmetric(cost, mix),
-            OVERLAP: steady.overlap(cost, mix, self.cohorts),
-        }
+        self._yields = found = {GPU_ONLY: steady.gpu_only(cost, mix)}
+        if mix.cpu_decodes:
+            found[ASYMMETRIC] = steady.asymmetric(cost, mix)
+            found[OVERLAP] = steady.overlap(cost, mix, self.cohorts)
         rates = {name: each.rate for name, each in found.items()}
         rates[GPU_ONLY] *= 1 + self.margin
-        rates[self._strategy] *= _STAY if self._strategy != GPU_ONLY else 1
+        if self._strategy != GPU_ONLY and self._strategy in rates:
+            rates[self._strategy] *= _STAY
         self._strategy = max(rates, key=rates.__getitem__)
 
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
@@ -111,9 +112,10 @@ class ModelBased(Policy):
         room on the CPU."""
         return max(_LEAST_CHUNK, int(self._yields[strategy].chunk * (1 + state.cpu_free)))
 
-    def _sides(self) -> Inequality:
+    def _sides(self) -> Inequality | None:
         rates = {name: 1e3 * found.rate for name, found in self._yields.items()}
-        return Inequality(WORDS, max(rates[ASYMMETRIC], rates[OVERLAP]), rates[GPU_ONLY])
+        alone = rates.pop(GPU_ONLY)
+        return Inequality(_WORDS, max(rates.values()), alone) if rates and alone else None
 
     def _cpu_full(self, batch: BatchDraft, request: Request) -> bool:
         return self._strategy == GPU_ONLY

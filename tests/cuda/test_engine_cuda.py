@@ -14,6 +14,9 @@ from tests.cuda import gpu as _skips_without_one  # noqa: F401
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
 
+pytestmark = pytest.mark.gpu
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("model", ["mha", "gqa-3", "gqa-8"])
