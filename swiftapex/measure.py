@@ -12,6 +12,7 @@ from swiftapex.report.files import RunResult
 from swiftapex.report.progress import ProgressBar
 from swiftapex.report.snapshots import take_snapshots
 from swiftapex.workloads.build import build_workload
+from swiftapex.workloads.energy import EnergyMeter
 from swiftapex.workloads.replay import replay
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ def make_engine(plan: RunPlan, trace: TraceRecorder) -> Engine:
     )
 
 
+def num_gpus(plan: RunPlan) -> int:
+    """GPUs that a run uses."""
+    return plan.engine.tensor_parallel_size if plan.engine.device == "cuda" else 0
+
+
 def measure(
     plan: RunPlan,
     traced_iterations: int,
@@ -47,7 +53,8 @@ def measure(
     try:
         items = build_workload(plan.workload, plan.seed, engine.model_config.vocab_size)
         with ProgressBar(len(items)) if with_progress else nullcontext() as bar:
-            log = replay(engine, items, plan.workload, bar.update if bar else lambda _: None)
+            show = bar.update if bar else lambda _: None
+            log = replay(engine, items, plan.workload, show, EnergyMeter(num_gpus(plan)))
         stats = engine.stats()
     finally:
         engine.close()

@@ -127,10 +127,27 @@ Length = PositiveInt | LengthRange | Distribution
 
 
 class WindowConfig(Section):
-    """Measure from `warmup_s` after the first arrival, for `measure_s` seconds."""
+    """What is measured: either `measure_s` seconds from `warmup_s` after the first arrival, and the
+    run ends there; or the `middle` share of the requests in order of their ends, with those before
+    them as warm-up and those after them as cool-down (NEO's artifact: 0.4)."""
 
     warmup_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    measure_s: PositiveFloat
+    measure_s: PositiveFloat | None = None
+    middle: float | None = Field(default=None, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> WindowConfig:
+        if (self.measure_s is None) == (self.middle is None):
+            raise ValueError("expected either measure_s or middle")
+        if self.middle is not None and self.warmup_s:
+            raise ValueError("warmup_s belongs to measure_s, not to middle")
+        return self
+
+    def middle_requests(self, num_requests: int) -> tuple[int, int]:
+        """How many requests have ended when a `middle` window begins, and when it ends."""
+        assert self.middle is not None
+        first = round(num_requests * (1 - self.middle) / 2)
+        return first, num_requests - first
 
 
 class SloConfig(Section):

@@ -39,7 +39,13 @@ class RunResult:
             "policy": self.plan.policy,
             "sweep": dict(self.plan.sweep),
             "interrupted": self.log.interrupted,
-            **summarize(self.log, workload.window, workload.slo),
+            **summarize(
+                self.log,
+                workload.window,
+                workload.slo,
+                (self.gpu_blocks, self.cpu_blocks),
+                self.plan.engine.gpu,
+            ),
         }
 
 
