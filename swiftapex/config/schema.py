@@ -122,7 +122,7 @@ class LengthRange(Section):
     spread: float = Field(default=0.0, ge=0, le=1)
 
 
-Distribution = Literal["osc", "azure_conv", "azure_code"]
+Distribution = Literal["osc", "azure_conv", "azure_code", "livebench", "dolphin_r1"]
 Length = PositiveInt | LengthRange | Distribution
 
 
@@ -159,6 +159,9 @@ class SloConfig(Section):
 
 class WorkloadConfig(Section):
     """The requests. Every run of an experiment gets the same ones.
+
+    A seed and these settings fix every request, whatever run it is in. Named lengths are described
+    in `workloads/lengths.py`.
 
     kind prompts: `path` is a JSONL file (relative to the experiment file), `num_requests` repeats
     or cuts it. synthetic: random token ids of `input_len`. trace: random token ids with the
