@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ _SAMPLES = 4
 _DETAILED_RUNS = 12  # runs with plots of their own; a large sweep has more runs than that
 
 
+@dataclass(frozen=True)
+class FigureSection:
+    """A paper's figure, at the top of a report. Tables are rows of texts, the first a header."""
+
+    source: str
+    about: str
+    notes: Sequence[str]
+    svg: str
+    points_title: str
+    points: Sequence[Sequence[str]]
+    paper_against_measured: Sequence[Sequence[str]]
+
+
 def write_report(
     path: Path,
     name: str,
@@ -27,6 +41,7 @@ def write_report(
     failures: Mapping[str, str],
     environment: Mapping[str, Any],
     config_text: str,
+    figure: FigureSection | None = None,
 ) -> None:
     """`failures`: run folder -> why it has no result. `config_text`: the resolved YAML."""
     runs = [result.summary() for result in results]
@@ -41,6 +56,7 @@ def write_report(
     text = templates.get_template("report.html.jinja").render(
         name=name,
         description=description,
+        figure=figure,
         runs=runs,
         failures=failures,
         summary_plots=_summary_plots(runs, results) if runs else [],

@@ -1,0 +1,216 @@
+"""Measures a figure, point by point within its time budget, and writes what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from swiftapex.core.errors import SwiftapexError
+from swiftapex.figures.draw import draw, save
+from swiftapex.figures.points import Point, compare
+from swiftapex.figures.serving import PlannedPoint, ServingBench, plan_points
+from swiftapex.figures.spec import FigureConfig
+from swiftapex.figures.tables import as_text, measured_points, paper_against_measured
+from swiftapex.measure import EngineFactory, make_engine
+from swiftapex.report.environment import describe_environment
+from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
+from swiftapex.report.html import FigureSection, write_report
+from swiftapex.report.plots import figure_svg
+
+
+@dataclass
+class Measured:
+    """What a figure's measurement has so far. `failures`: run folder -> why it has no result."""
+
+    points: list[Point] = field(default_factory=list)
+    results: list[RunResult] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)  # for lack of time
+    interrupted: bool = False
+    seconds: float = 0.0
+
+
+def reproduce(
+    figure: FigureConfig, path: Path, out: Path, factory: EngineFactory = make_engine
+) -> tuple[Path, bool]:
+    """The folder of the results, and whether every point is in them. `path`: the figure's file.
+
+    ConfigError, before anything is measured, where the file is wrong.
+    """
+    planned = [] if figure.experiment is None else plan_points(figure, path)
+    folder = create_folder(out, figure.figure.replace("/", "-"))
+    environment = describe_environment()
+    measured = Measured()
+    begin = time.perf_counter()
+    try:
+        if figure.kernels is not None:
+            _measure_kernels(figure, measured, begin)
+        else:
+            _measure_runs(figure, planned, factory, folder, measured, begin)
+    except KeyboardInterrupt:
+        measured.interrupted = True
+    measured.seconds = time.perf_counter() - begin
+    _write(figure, folder, environment, measured)
+    complete = not (measured.failures or measured.left_out or measured.interrupted)
+    return folder, complete
+
+
+def _measure_kernels(figure: FigureConfig, measured: Measured, begin: float) -> None:
+    from swiftapex.figures.kernels import measure_kernels  # loads torch
+
+    assert figure.kernels is not None
+    with contextlib.closing(measure_kernels(figure.kernels)) as points:
+        for point in points:
+            _say(f"{point.series} at {point.x}: {_seconds(begin)} s of {figure.budget_s:g} s")
+            measured.points.append(point)
+            if _seconds(begin) > figure.budget_s:
+                measured.left_out.append(f"what comes after {point.series} at {point.x}")
+                return
+
+
+def _measure_runs(
+    figure: FigureConfig,
+    planned: Sequence[PlannedPoint],
+    factory: EngineFactory,
+    folder: Path,
+    measured: Measured,
+    begin: float,
+) -> None:
+    bench = ServingBench(factory)
+    try:
+        for number, point in enumerate(planned, start=1):
+            name = f"{point.series} at {', '.join(map(str, point.xs))}"
+            if _seconds(begin) > figure.budget_s:
+                measured.left_out.append(name)
+                continue
+            _say(f"point {number} of {len(planned)}: {name}, {_seconds(begin)} s of the budget's "
+                 f"{figure.budget_s:g} s")  # fmt: skip
+            try:
+                result = bench.measure(point)
+            except SwiftapexError as error:
+                measured.failures[point.plan.folder] = str(error)
+                bench.close()
+                continue
+            _keep(point, result, bench, folder, measured)
+    finally:
+        bench.close()
+
+
+def _keep(
+    point: PlannedPoint, result: RunResult, bench: ServingBench, folder: Path, measured: Measured
+) -> None:
+    run_folder = folder / point.plan.folder
+    run_folder.mkdir()
+    write_run(run_folder, result)
+    bench.trace.write(run_folder / "trace.json")
+    log = result.log
+    if log.error is not None or all(outcome.failed for outcome in log.outcomes):
+        first = next((o.error for o in log.outcomes if o.error), None)
+        measured.failures[point.plan.folder] = log.error or f"every request failed: {first}"
+        bench.close()
+        return
+    measured.results.append(result)
+    measured.points += [Point(point.series, x, result.summary()) for x in point.xs]
+    if log.interrupted:
+        raise KeyboardInterrupt
+
+
+def _write(
+    figure: FigureConfig, folder: Path, environment: Mapping[str, Any], measured: Measured
+) -> None:
+    comparisons = compare(figure, measured.points)
+    notes = list(_notes(figure, environment, measured))
+    picture = draw(figure, measured.points, notes)
+    save(picture, folder)
+    settings = yaml.safe_dump(figure.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    (folder / "figure.yaml").write_text(settings, encoding="utf-8")
+    write_json(folder / "environment.json", environment)
+    name = figure.figure.replace("/", "-")
+    if measured.results:
+        write_summary(folder, name, measured.results, measured.failures)
+    table = paper_against_measured(comparisons)
+    document = {
+        "figure": figure.figure,
+        "title": figure.title,
+        "source": figure.source,
+        "notes": notes,
+        "budget_s": figure.budget_s,
+        "seconds": round(measured.seconds, 1),
+        "left_out": measured.left_out,
+        "failures": measured.failures,
+        "interrupted": measured.interrupted,
+        "environment": environment,
+        "paper_against_measured": [
+            {
+                "what": c.reported.what,
+                "reported": c.reported.value,
+                "measured": c.measured,
+                "unit": c.reported.unit,
+                "source": c.reported.source,
+            }
+            for c in comparisons
+        ],
+        "points": [{"series": p.series, "x": p.x, **p.values} for p in measured.points],
+    }
+    write_json(folder / "figure.json", document)
+    points = measured_points(figure, measured.points)
+    section = FigureSection(
+        figure.source, figure.about, notes, figure_svg(picture), figure.y.label, points, table
+    )
+    write_report(
+        folder / "report.html",
+        f"{figure.figure}: {figure.title}",
+        "",
+        measured.results,
+        measured.failures,
+        environment,
+        settings,
+        section,
+    )
+    print(f"{figure.figure}: {figure.title}\n{figure.y.label}:\n")
+    print(as_text(points), "\n")
+    print(as_text(table), "\n")
+    print("\n".join(notes), "\n")
+
+
+def _notes(
+    figure: FigureConfig, environment: Mapping[str, Any], measured: Measured
+) -> Iterator[str]:
+    """What a reader must know beside the numbers."""
+    yield f"Here: {figure.note}."
+    gpus, cpu = environment["gpus"], environment["cpu"]
+    machine = f"{cpu['model']}, {cpu['usable_threads']} threads"
+    if gpus:
+        machine = f"{gpus[0].split(',')[0]}; {machine}"
+    sm_count = _sm_count(figure)
+    if gpus and sm_count is not None:
+        machine += f". The GPU is emulated: {sm_count} multiprocessors of the larger one"
+    yield f"Machine: {machine}."
+    if measured.left_out:
+        count = len(measured.left_out)
+        yield f"Points left out, as the budget of {figure.budget_s:g} s was used up: {count}."
+    for folder, reason in measured.failures.items():
+        yield f"Failed: {folder}: {reason}"
+
+
+def _sm_count(figure: FigureConfig) -> int | None:
+    if figure.kernels is not None:
+        return figure.kernels.sm_count
+    gpu = (figure.experiment or {}).get("engine", {}).get("gpu", {})
+    count = gpu.get("sm_count")
+    return None if count is None else int(count)
+
+
+def _seconds(begin: float) -> int:
+    return round(time.perf_counter() - begin)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

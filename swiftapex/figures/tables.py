@@ -1,0 +1,53 @@
+"""Paper against measured, and the measured points, as tables of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swiftapex.figures.points import Comparison, Point, curve, series_of
+from swiftapex.figures.spec import FigureConfig
+
+Rows = list[tuple[str, ...]]
+
+
+def paper_against_measured(comparisons: Sequence[Comparison]) -> Rows:
+    """The first row is the header."""
+    rows: Rows = [("value", "reported", "measured here", "source")]
+    for comparison in comparisons:
+        reported = comparison.reported
+        given = reported.value
+        low, high = (given, given) if isinstance(given, float) else given
+        measured = "not measured"
+        if comparison.measured is not None:
+            measured = _range(*comparison.measured, reported.unit)
+        rows.append((reported.what, _range(low, high, reported.unit), measured, reported.source))
+    return rows
+
+
+def measured_points(figure: FigureConfig, points: Sequence[Point]) -> Rows:
+    """A row per x, a column per series."""
+    curves = {series: curve(figure, points, series) for series in series_of(points)}
+    xs = list(dict.fromkeys(x for mine in curves.values() for x in mine))
+    rows: Rows = [(figure.x.label, *(figure.label(series) for series in curves))]
+    for x in xs:
+        cells = [f"{mine[x]:.4g}" if x in mine else "-" for mine in curves.values()]
+        rows.append((str(x), *cells))
+    return rows
+
+
+def as_text(rows: Rows) -> str:
+    """Columns side by side, a line under the header."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _range(low: float, high: float, unit: str) -> str:
+    sign = "+" if unit == "%" else ""
+    if f"{low:.3g}" == f"{high:.3g}":
+        return f"{low:{sign}.3g} {unit}".strip()
+    return f"{low:{sign}.3g} .. {high:{sign}.3g} {unit}".strip()
