@@ -56,7 +56,9 @@ def _lines(
             markersize=4,
             label=figure.label(series),
         )
-    if not numeric or len(xs) < 8:
+    if numeric and figure.x.log:
+        axes.set_xscale("log", base=2)
+    if not numeric or len(xs) < 12:
         axes.set_xticks(list(at.values()), [str(x) for x in xs])
         axes.minorticks_off()
     return {series: at for series in curves}
@@ -73,9 +75,13 @@ def _bars(
         places[series] = {x: xs.index(x) + shift for x in xs}
         at = [places[series][x] for x in mine]
         bars = axes.bar(at, list(mine.values()), 0.92 * width, label=figure.label(series))
-        axes.bar_label(bars, fmt="%.3g", fontsize=6, padding=1)
+        axes.bar_label(bars, [_short(bar.get_height()) for bar in bars], fontsize=6, padding=1)
     axes.set_xticks(range(len(xs)), [str(x) for x in xs])
     return places
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _reported(
@@ -99,8 +105,6 @@ def _reported(
 def _finish(axes: Axes, figure: FigureConfig) -> None:
     axes.set_xlabel(figure.x.label)
     axes.set_ylabel(figure.y.label)
-    if figure.x.log and figure.form == "lines":
-        axes.set_xscale("log", base=2)
     if figure.y.log:
         axes.set_yscale("log")
     else:

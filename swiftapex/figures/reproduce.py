@@ -173,6 +173,7 @@ def _write(
         environment,
         settings,
         section,
+        list({result.plan.name: result for result in measured.results}.values()),  # one a series
     )
     print(f"{figure.figure}: {figure.title}\n{figure.y.label}:\n")
     print(as_text(points), "\n")

@@ -30,7 +30,7 @@ def measured_points(figure: FigureConfig, points: Sequence[Point]) -> Rows:
     xs = list(dict.fromkeys(x for mine in curves.values() for x in mine))
     rows: Rows = [(figure.x.label, *(figure.label(series) for series in curves))]
     for x in xs:
-        cells = [f"{mine[x]:.4g}" if x in mine else "-" for mine in curves.values()]
+        cells = [_number(mine[x]) if x in mine else "-" for mine in curves.values()]
         rows.append((str(x), *cells))
     return rows
 
@@ -48,6 +48,10 @@ def as_text(rows: Rows) -> str:
 
 def _range(low: float, high: float, unit: str) -> str:
     sign = "+" if unit == "%" else ""
-    if f"{low:.3g}" == f"{high:.3g}":
-        return f"{low:{sign}.3g} {unit}".strip()
-    return f"{low:{sign}.3g} .. {high:{sign}.3g} {unit}".strip()
+    ends = dict.fromkeys(_number(end, sign) for end in (low, high))
+    return f"{' .. '.join(ends)} {unit}".strip()
+
+
+def _number(number: float, sign: str = "") -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{number:{sign}.0f}" if abs(number) >= 100 else f"{number:{sign}.3g}"

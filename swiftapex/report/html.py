@@ -42,9 +42,12 @@ def write_report(
     environment: Mapping[str, Any],
     config_text: str,
     figure: FigureSection | None = None,
+    detailed: Sequence[RunResult] | None = None,
 ) -> None:
-    """`failures`: run folder -> why it has no result. `config_text`: the resolved YAML."""
+    """`failures`: run folder -> why it has no result. `config_text`: the resolved YAML.
+    `detailed`: runs with plots of their own (None: the first ones)."""
     runs = [result.summary() for result in results]
+    detailed = results[:_DETAILED_RUNS] if detailed is None else detailed
     loader = jinja2.PackageLoader("swiftapex.report", ".")
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     templates.filters |= {
@@ -61,8 +64,8 @@ def write_report(
         failures=failures,
         summary_plots=_summary_plots(runs, results) if runs else [],
         verdicts=[sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence],
-        details=[_details(result) for result in results[:_DETAILED_RUNS]],
-        hidden_runs=max(0, len(results) - _DETAILED_RUNS),
+        details=[_details(result) for result in detailed],
+        hidden_runs=len(results) - len(detailed),
         samples=samples(results[:_DETAILED_RUNS]),
         definitions=DEFINITIONS,
         environment=environment,
