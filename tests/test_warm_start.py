@@ -6,7 +6,7 @@ import pytest
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import WorkloadConfig
-from swiftapex.core.errors import RequestError
+from swiftapex.core.errors import ConfigError, RequestError
 from swiftapex.core.request import Placement
 from swiftapex.report.metrics import summarize
 from swiftapex.workloads.build import build_workload
@@ -52,6 +52,30 @@ def test_the_gpu_fills_first_and_what_does_not_fit_is_refused() -> None:
     assert 0 < on_gpu < len(placements) < 20
     while engine.has_work:
         engine.step()
+    engine.close()
+
+
+def test_an_engine_goes_on_under_another_policy() -> None:
+    workload = WorkloadConfig(
+        kind="synthetic", num_requests=16, input_len=9, output_len=12, warm_start=True,
+        window={"warmup_s": 0.0, "measure_s": 0.02},
+    )  # fmt: skip
+    items = build_workload(workload, seed=1, vocab_size=120)
+    engine = small_engine("gqa-3", POOLS, "fixed:async_overlap", {}, late=3)
+    cut = replay(engine, items, workload)
+    assert any(o.finish_reason == "unfinished" for o in cut.outcomes)
+    assert engine.stats().parked > 0
+    engine.reuse("neo")
+    stats = engine.stats()
+    assert stats.gpu_blocks_free == stats.gpu_blocks_total
+    assert stats.cpu_blocks_free == stats.cpu_blocks_total and stats.parked == 0
+    whole = workload.model_copy(update={"window": None})
+    log = replay(engine, items, whole)
+    assert all(o.completed for o in log.outcomes)
+    assert {r.pipeline for r in log.iterations} <= {"asymmetric", "sequential"}
+    assert min(r.index for r in log.iterations) > max(r.index for r in cut.iterations)
+    with pytest.raises(ConfigError, match="another KV cache"):
+        engine.reuse("gpu_only")
     engine.close()
 
 

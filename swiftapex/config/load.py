@@ -23,6 +23,7 @@ from swiftapex.config.schema import (
     EngineConfig,
     ExperimentConfig,
     ModelSection,
+    PeerConfig,
     Section,
     WorkloadConfig,
 )
@@ -47,13 +48,16 @@ class RunPlan:
     workload: WorkloadConfig
     seed: int
     sweep: Mapping[str, Any] = field(default_factory=dict)
+    peer: PeerConfig | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for files."""
         plain = {name: getattr(self, name) for name in ("name", "policy", "seed")}
         sections = {name: getattr(self, name) for name in ("model", "engine", "workload")}
         plain |= {name: section.model_dump(mode="json") for name, section in sections.items()}
-        return plain | {"policy_args": dict(self.policy_args), "sweep": dict(self.sweep)}
+        peer = None if self.peer is None else self.peer.model_dump(mode="json")
+        plain |= {"policy_args": dict(self.policy_args), "sweep": dict(self.sweep)}
+        return plain if peer is None else plain | {"peer": peer}
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,7 @@ def _plan(
         workload=config.workload,
         seed=config.seed,
         sweep=sweep,
+        peer=run.peer,
     )
 
 

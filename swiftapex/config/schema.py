@@ -221,8 +221,39 @@ class TraceConfig(Section):
     iterations: Count = 50
 
 
+class PeerConfig(Section):
+    """Another engine that gets the same requests. `url`: of an OpenAI-compatible server, up to and
+    with /v1. `command`: starts that server, which is ended afterwards (`start_s`: patience until it
+    answers); without `url` it serves the workload itself, see `peers/command.py`.
+
+    `model`: its name there (null: the first that the server lists). `extra`: put into every
+    request; `ignore_eos` is vLLM's word for forced lengths. `timeout_s`: without any answer.
+    """
+
+    url: str | None = None
+    command: tuple[str, ...] | None = Field(default=None, min_length=1)
+    model: str | None = None
+    extra: Mapping[str, Any] = Field(default_factory=lambda: {"ignore_eos": True})
+    start_s: PositiveFloat = 600.0
+    timeout_s: PositiveFloat = 600.0
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _words(cls, command: Any) -> Any:
+        return tuple(command) if isinstance(command, list) else command
+
+    @model_validator(mode="after")
+    def _reachable(self) -> PeerConfig:
+        if self.url is None and self.command is None:
+            raise ValueError("expected url, command or both")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError("expected a url such as http://127.0.0.1:8000/v1")
+        return self
+
+
 class RunConfig(Section):
-    """One strategy to measure. `pipeline: X` is short for `policy: fixed:X`.
+    """One strategy to measure. `pipeline: X` is short for `policy: fixed:X`. `peer`: another engine
+    in its place.
 
     `engine` holds overrides of the experiment's engine section for this run only.
     """
@@ -230,18 +261,21 @@ class RunConfig(Section):
     name: FileName
     policy: str | None = None
     pipeline: str | None = None
+    peer: PeerConfig | None = None
     policy_args: Mapping[str, Any] = Field(default_factory=dict)
     engine: Mapping[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_strategy(self) -> RunConfig:
-        if (self.policy is None) == (self.pipeline is None):
-            raise ValueError("expected either policy or pipeline")
+        if sum(given is not None for given in (self.policy, self.pipeline, self.peer)) != 1:
+            raise ValueError("expected either policy or pipeline, or a peer")
         return self
 
     @property
     def policy_name(self) -> str:
-        """The policy to construct: `policy`, or `fixed:<pipeline>`."""
+        """The policy to construct: `policy`, or `fixed:<pipeline>`; of a peer only a word."""
+        if self.peer is not None:
+            return "peer"
         return self.policy if self.policy is not None else f"fixed:{self.pipeline}"
 
 

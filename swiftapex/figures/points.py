@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftapex.figures.spec import FigureConfig, MeasuredConfig, ReportedConfig, X
+from swiftapex.report.metrics import field
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,6 @@ class Comparison:
 
     reported: ReportedConfig
     measured: tuple[float, float] | None
-
-
-def value(point: Point, metric: str) -> float | None:
-    """The field `metric` (`outer.inner`) of a point; None where it was not measured."""
-    found: Any = point.values
-    for part in metric.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return None if found is None else float(found)
 
 
 def curve(figure: FigureConfig, points: Sequence[Point], series: str) -> dict[X, float]:
@@ -75,5 +68,5 @@ def _measured(
 
 
 def _by_x(points: Sequence[Point], series: str, metric: str) -> dict[X, float]:
-    numbers = {point.x: value(point, metric) for point in points if point.series == series}
+    numbers = {point.x: field(point.values, metric) for point in points if point.series == series}
     return {x: number for x, number in numbers.items() if number is not None}

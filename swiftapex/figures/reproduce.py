@@ -17,12 +17,13 @@ from swiftapex.figures.draw import draw, save
 from swiftapex.figures.points import Point, compare
 from swiftapex.figures.serving import PlannedPoint, ServingBench, plan_points
 from swiftapex.figures.spec import FigureConfig
-from swiftapex.figures.tables import as_text, measured_points, paper_against_measured
+from swiftapex.figures.tables import measured_points, paper_against_measured
 from swiftapex.measure import EngineFactory, make_engine
 from swiftapex.report.environment import describe_environment
 from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
 from swiftapex.report.html import FigureSection, write_report
 from swiftapex.report.plots import figure_svg
+from swiftapex.report.table import text_table
 
 
 @dataclass
@@ -68,7 +69,7 @@ def _measure_kernels(figure: FigureConfig, measured: Measured, begin: float) -> 
     assert figure.kernels is not None
     with contextlib.closing(measure_kernels(figure.kernels)) as points:
         for point in points:
-            _say(f"{point.series} at {point.x}: {_seconds(begin)} s of {figure.budget_s:g} s")
+            _say(f"{point.series} at {point.x}: {_seconds(begin):.0f} s of {figure.budget_s:g} s")
             measured.points.append(point)
             if _seconds(begin) > figure.budget_s:
                 measured.left_out.append(f"what comes after {point.series} at {point.x}")
@@ -90,8 +91,8 @@ def _measure_runs(
             if _seconds(begin) > figure.budget_s:
                 measured.left_out.append(name)
                 continue
-            _say(f"point {number} of {len(planned)}: {name}, {_seconds(begin)} s of the budget's "
-                 f"{figure.budget_s:g} s")  # fmt: skip
+            spent = f"{_seconds(begin):.0f} s of the budget's {figure.budget_s:g} s"
+            _say(f"point {number} of {len(planned)}: {name}, {spent}")
             try:
                 result = bench.measure(point)
             except SwiftapexError as error:
@@ -176,8 +177,8 @@ def _write(
         list({result.plan.name: result for result in measured.results}.values()),  # one a series
     )
     print(f"{figure.figure}: {figure.title}\n{figure.y.label}:\n")
-    print(as_text(points), "\n")
-    print(as_text(table), "\n")
+    print(text_table(points), "\n")
+    print(text_table(table), "\n")
     print("\n".join(notes), "\n")
 
 
@@ -209,8 +210,8 @@ def _sm_count(figure: FigureConfig) -> int | None:
     return None if count is None else int(count)
 
 
-def _seconds(begin: float) -> int:
-    return round(time.perf_counter() - begin)
+def _seconds(begin: float) -> float:
+    return time.perf_counter() - begin
 
 
 def _say(text: str) -> None:

@@ -14,13 +14,14 @@ from swiftapex.config.load import RunPlan, expand_experiment
 from swiftapex.config.overrides import with_value
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.figures.spec import FigureConfig, X
-from swiftapex.measure import EngineFactory, make_engine, num_gpus
+from swiftapex.measure import EngineFactory, make_engine
+from swiftapex.peers.run import measure_peer
 from swiftapex.policies import make_policy
 from swiftapex.report.files import RunResult
 from swiftapex.report.snapshots import take_snapshots
 from swiftapex.run_experiment import check_runs
 from swiftapex.workloads.build import build_workload
-from swiftapex.workloads.energy import EnergyMeter
+from swiftapex.workloads.energy import energy_meter
 from swiftapex.workloads.replay import replay
 
 _PICTURED = 6  # iterations after a measured window, traced for a picture of the pipelines
@@ -73,10 +74,15 @@ class ServingBench:
 
     def measure(self, planned: PlannedPoint) -> RunResult:
         """One run; afterwards a few traced iterations, where it left requests open."""
-        plan, engine = planned.plan, self._engine_for(planned)
+        plan = planned.plan
+        if plan.peer is not None:
+            self.close()  # it may need the memory
+            self.trace = TraceRecorder(0)
+            return measure_peer(plan)
+        engine = self._engine_for(planned)
         items = build_workload(plan.workload, plan.seed, engine.model_config.vocab_size)
         with isa_capped(planned.isa_cap):
-            log = replay(engine, items, plan.workload, energy=EnergyMeter(num_gpus(plan)))
+            log = replay(engine, items, plan.workload, energy=energy_meter(plan.engine))
         stats = engine.stats()
         if log.error is None and not log.interrupted:
             self.trace.restart(_PICTURED)
@@ -126,7 +132,7 @@ def isa_capped(isa: str) -> Iterator[None]:
 
 
 def _planned(run: RunPlan, x: X, number: int, isa_cap: str) -> PlannedPoint:
-    uses_cpu = make_policy(run.policy, run.policy_args).uses_cpu
+    uses_cpu = run.peer is None and make_policy(run.policy, run.policy_args).uses_cpu
     engine = run.engine.model_dump(mode="json")
     if not uses_cpu and run.engine.device == "cuda":
         del engine["cpu"]  # it has no part in such a run

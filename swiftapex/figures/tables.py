@@ -35,17 +35,6 @@ def measured_points(figure: FigureConfig, points: Sequence[Point]) -> Rows:
     return rows
 
 
-def as_text(rows: Rows) -> str:
-    """Columns side by side, a line under the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
 def _range(low: float, high: float, unit: str) -> str:
     sign = "+" if unit == "%" else ""
     ends = dict.fromkeys(_number(end, sign) for end in (low, high))

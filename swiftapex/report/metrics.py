@@ -77,6 +77,7 @@ def summarize(
         iterations = [i for i in iterations if span[0] <= i.start_s - log.start_s < span[1]]
     tokens, duration = _tokens_and_duration(log, completed, span)
     unfinished = any(not o.completed and not o.failed for o in log.outcomes)
+    unknown = any(o.completed and not o.output_ids for o in log.outcomes)
     rate = _ratio(tokens, duration)
     requests_per_s = _ratio(len(completed), duration)
     return {
@@ -99,7 +100,7 @@ def summarize(
         "prediction_error_p50": prediction_error(iterations),
         "slo_attainment": None if slo is None else _slo_attainment(completed, slo),
         "goodput_requests_per_s": _goodput(completed, slo, duration),
-        "outputs_sha256": None if unfinished else outputs_sha256(log.outcomes),
+        "outputs_sha256": None if unfinished or unknown else outputs_sha256(log.outcomes),
     }
 
 
@@ -126,8 +127,16 @@ def e2e_ms(outcome: RequestOutcome) -> float:
 
 def tpot_ms(outcome: RequestOutcome) -> float | None:
     """None for fewer than two tokens."""
-    count = len(outcome.output_ids)
+    count = outcome.num_output
     return (e2e_ms(outcome) - ttft_ms(outcome)) / (count - 1) if count >= 2 else None
+
+
+def field(summary: Mapping[str, Any], name: str) -> float | None:
+    """The field `name` (`ttft_ms.p50`) of a run's summary; None where it was not measured."""
+    found: Any = summary
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return None if found is None else float(found)
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -215,8 +224,8 @@ def _gaps_ms(
 
 def _latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, float | None]]:
     completed = _whole(outcomes)
-    per_token = [e2e_ms(o) / len(o.output_ids) for o in completed]
-    per_token_neo = [e2e_ms(o) / (o.prompt_len + len(o.output_ids)) for o in completed]
+    per_token = [e2e_ms(o) / o.num_output for o in completed]
+    per_token_neo = [e2e_ms(o) / (o.prompt_len + o.num_output) for o in completed]
     return {
         "ttft_ms": statistics(map(ttft_ms, completed)),
         "tpot_ms": statistics(map(tpot_ms, completed)),

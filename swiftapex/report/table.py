@@ -19,10 +19,7 @@ _HEADER = (
 
 def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """One line per run of `summary.json`, and what the columns mean."""
-    rows = [_HEADER, *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines = [text_table([_HEADER, *(_row(run) for run in runs)])]
     lines += [
         "",
         "Times are medians over the completed requests of a run. CPU share: decoded tokens whose",
@@ -30,6 +27,14 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
     ]
     verdicts = [sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence]
     return "\n".join([*lines, *([""] if verdicts else []), *verdicts])
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side, the first row a header with a line under it."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
 
 
 def duration(milliseconds: float | None) -> str:

@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftapex.config.schema import EngineConfig
+
 _POWERCAP = Path("/sys/class/powercap")
 _NVML = "libnvidia-ml.so.1"  # comes with NVIDIA's driver
 
@@ -56,6 +58,11 @@ class EnergyMeter:
             {str(d): 1e-6 * _number(d / "energy_uj") for d in self._domains} or None,
             ranges or None,
         )
+
+
+def energy_meter(engine: EngineConfig) -> EnergyMeter:
+    """Of the GPUs that an engine uses."""
+    return EnergyMeter(engine.tensor_parallel_size if engine.device == "cuda" else 0)
 
 
 def _used(

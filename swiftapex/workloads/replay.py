@@ -25,15 +25,20 @@ class TextTokenizer(Protocol):
     def encode(self, text: str, chat: bool = False) -> Sequence[int]: ...
 
 
-class ServingEngine(Protocol):
-    """What a replay needs of an engine."""
-
-    iterations: list[IterationRecord]
+class Front(Protocol):
+    """What requests are prepared for."""
 
     @property
     def tokenizer(self) -> TextTokenizer | None: ...
     @property
     def max_model_len(self) -> int: ...
+
+
+class ServingEngine(Front, Protocol):
+    """What a replay needs of an engine."""
+
+    iterations: list[IterationRecord]
+
     @property
     def has_work(self) -> bool: ...
     def add_request(
@@ -69,6 +74,11 @@ class RequestOutcome:
     progress: int = 0  # of `output_ids`: made up before the run, without times
 
     @property
+    def num_output(self) -> int:
+        """Output tokens. Of another engine the ids may be unknown, and `output_ids` empty."""
+        return self.progress + len(self.token_times_s)
+
+    @property
     def completed(self) -> bool:
         return self.finish_reason in _COMPLETED
 
@@ -98,8 +108,8 @@ class Progress:
 
 
 @dataclass
-class _Sent:
-    """A request on its way: refused (`error`), or with the engine (`request`)."""
+class Sent:
+    """A request as it is sent, on its way: refused (`error`), or with the engine (`request`)."""
 
     item: WorkItem
     prompt_ids: tuple[int, ...] = ()
@@ -121,7 +131,7 @@ def replay(
     this does not disturb the times. An engine that fails and Ctrl-C end the run early; the log says
     so, and keeps what finished. `energy` (None: one without GPUs) is read beside the engine.
     """
-    sent = [_prepare(engine, item, workload) for item in items]
+    sent = [prepare(engine, item, workload) for item in items]
     first = len(engine.iterations)
     meter = RunMeter(engine, energy or EnergyMeter(0), workload.window, len(sent))
     interrupted, error = False, None
@@ -139,7 +149,7 @@ def replay(
     return RunLog(start_s, outcomes, tuple(engine.iterations[first:]), interrupted, error, busy)
 
 
-def _prepare(engine: ServingEngine, item: WorkItem, workload: WorkloadConfig) -> _Sent:
+def prepare(engine: Front, item: WorkItem, workload: WorkloadConfig) -> Sent:
     """Tokenizes a prompt and applies the workload's policy for what exceeds the model's length.
 
     truncate: the output is cut to leave one token of prompt, then the prompt's beginning is cut.
@@ -147,25 +157,25 @@ def _prepare(engine: ServingEngine, item: WorkItem, workload: WorkloadConfig) ->
     prompt = item.prompt
     if isinstance(prompt, str):
         if engine.tokenizer is None:
-            return _Sent(item, error="this model has no tokenizer; expected prompts of token ids")
+            return Sent(item, error="this model has no tokenizer; expected prompts of token ids")
         prompt = tuple(engine.tokenizer.encode(prompt, chat=item.chat))
     limit, output_len = engine.max_model_len, item.sampling.max_tokens
     if len(prompt) + output_len <= limit:
-        return _Sent(item, prompt, item.sampling)
+        return Sent(item, prompt, item.sampling)
     if workload.over_length == "reject":
-        return _Sent(
+        return Sent(
             item,
             prompt,
             error=f"{len(prompt)} prompt tokens and {output_len} output tokens exceed "
             f"max_model_len {limit} (over_length: reject)",
         )
     output_len = min(output_len, limit - 1)
-    return _Sent(
+    return Sent(
         item, prompt[-(limit - output_len) :], replace(item.sampling, max_tokens=output_len)
     )
 
 
-def _resume(engine: ServingEngine, entry: _Sent) -> None:
+def _resume(engine: ServingEngine, entry: Sent) -> None:
     """Puts a request in progress in place. One that does not fit beside the others, or not at all,
     is sent as a new one."""
     if entry.item.progress and entry.error is None:
@@ -177,7 +187,7 @@ def _resume(engine: ServingEngine, entry: _Sent) -> None:
 
 def _serve(
     engine: ServingEngine,
-    sent: Sequence[_Sent],
+    sent: Sequence[Sent],
     window: WindowConfig | None,
     meter: RunMeter,
     report: Callable[[Progress], None],
@@ -205,7 +215,7 @@ def _serve(
         report(Progress(ended, tokens))
 
 
-def _send(engine: ServingEngine, entry: _Sent, start_s: float) -> None:
+def _send(engine: ServingEngine, entry: Sent, start_s: float) -> None:
     arrival_s = start_s + entry.item.arrival_s
     try:
         request_id = engine.add_request(entry.prompt_ids, entry.sampling, arrival_s=arrival_s)
@@ -214,7 +224,7 @@ def _send(engine: ServingEngine, entry: _Sent, start_s: float) -> None:
         entry.error = str(error)
 
 
-def _outcome(engine: ServingEngine, entry: _Sent, start_s: float) -> RequestOutcome:
+def _outcome(engine: ServingEngine, entry: Sent, start_s: float) -> RequestOutcome:
     item, request = entry.item, entry.request
     prompt = item.prompt if isinstance(item.prompt, str) else None
     prompt_len = len(entry.prompt_ids or item.prompt) if prompt is None else len(entry.prompt_ids)
