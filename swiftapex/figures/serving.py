@@ -12,6 +12,7 @@ from typing import Any
 
 from swiftapex.config.load import RunPlan, expand_experiment
 from swiftapex.config.overrides import with_value
+from swiftapex.core.errors import ConfigError
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.figures.spec import FigureConfig, X
 from swiftapex.measure import EngineFactory, make_engine
@@ -109,13 +110,6 @@ class ServingBench:
         return self._engine
 
 
-def results_of(planned: PlannedPoint, result: RunResult) -> Iterator[tuple[X, dict[str, Any]]]:
-    """The run's summary at each x where it belongs."""
-    summary = result.summary()
-    for x in planned.xs:
-        yield x, summary
-
-
 @contextlib.contextmanager
 def isa_capped(isa: str) -> Iterator[None]:
     """CPU kernels use this instruction set at most ("": the best there is)."""
@@ -124,7 +118,10 @@ def isa_capped(isa: str) -> Iterator[None]:
         return
     from swiftapex import _kernels_cpu as kernels
 
-    kernels.set_isa_cap(isa)
+    try:
+        kernels.set_isa_cap(isa)
+    except ValueError as error:
+        raise ConfigError(f"isa_cap: {error}") from error
     try:
         yield
     finally:

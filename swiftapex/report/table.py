@@ -15,6 +15,7 @@ _HEADER = (
     "then a token every",
     "CPU share",
 )
+_NUMERIC = "0123456789+-."
 
 
 def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -30,9 +31,15 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, the first row a header with a line under it."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    """Columns side by side, numbers to the right; the first row a header with a line under it."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_number = [all(cell[:1] in _NUMERIC for cell in column[1:]) for column in columns]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, is_number, strict=True)
+        padded = (cell.rjust(w) if right else cell.ljust(w) for cell, w, right in cells)
+        lines.append("  ".join(padded).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
@@ -58,9 +65,3 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         duration(run["tpot_ms"]["p50"]),
         "-" if share is None else f"{share:.0%}",
     )
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """The first column to the left, numbers to the right."""
-    first, *rest = zip(row, widths, strict=True)
-    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
