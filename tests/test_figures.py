@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.request import FinishReason
+from swiftapex.figures.notes import notes
 from swiftapex.figures.points import Point, compare, curve
 from swiftapex.figures.reproduce import reproduce
 from swiftapex.figures.serving import plan_points
@@ -155,6 +156,29 @@ def test_a_figure_is_measured_drawn_and_written(path: Path, tmp_path: Path, caps
     assert len(lines) == 2  # of this run alone
     printed = capsys.readouterr().out
     assert "+10 .. +20 %" in printed and "Here: at the paper's size." in printed
+    assert (
+        "Settings: tiny, auto, dummy weights; device reference, 4096 tokens of KV on the" in printed
+    )
+
+
+def test_what_stands_under_a_figure(path: Path) -> None:
+    cuts = [
+        "experiment.model.num_layers=2",
+        "experiment.engine.device=cuda",
+        "experiment.engine.gpu.sm_count=8",
+        "experiment.engine.cpu={kv_memory: 3GiB}",
+        "experiment.workload.window={warmup_s: 1, measure_s: 4}",
+    ]
+    figure = load_figure(path, "small", cuts)
+    plans = [point.plan for point in plan_points(figure, path)]
+    environment = {"cpu": {"model": "a CPU", "usable_threads": 3}, "gpus": ["a GPU, 1.2, 9 MiB"]}
+    assert list(notes(figure, plans, environment)) == [
+        "Here: smaller.",
+        "Settings: tiny cut to 2 layers, auto, dummy weights; device cuda, 4096 tokens of KV on the "
+        "GPU side, 3 GiB of KV on the CPU side; 2 requests, 4 s measured after 1 s.",
+        "Machine: a GPU; a CPU, 3 threads; 8 multiprocessors of this large GPU stand for a small "
+        "one, whose copies and caches are the large one's.",
+    ]
 
 
 def test_no_point_is_begun_after_the_budget(path: Path, tmp_path: Path) -> None:

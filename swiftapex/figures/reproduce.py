@@ -14,6 +14,7 @@ import yaml
 
 from swiftapex.core.errors import SwiftapexError
 from swiftapex.figures.draw import draw, save
+from swiftapex.figures.notes import notes
 from swiftapex.figures.points import Point, compare
 from swiftapex.figures.serving import PlannedPoint, ServingBench, plan_points
 from swiftapex.figures.spec import FigureConfig
@@ -58,7 +59,9 @@ def reproduce(
     except KeyboardInterrupt:
         measured.interrupted = True
     measured.seconds = time.perf_counter() - begin
-    _write(figure, folder, environment, measured)
+    plans = [point.plan for point in planned]
+    lines = [*notes(figure, plans, environment), *_what_is_missing(figure, measured)]
+    _write(figure, folder, environment, lines, measured)
     complete = not (measured.failures or measured.left_out or measured.interrupted)
     return folder, complete
 
@@ -124,11 +127,14 @@ def _keep(
 
 
 def _write(
-    figure: FigureConfig, folder: Path, environment: Mapping[str, Any], measured: Measured
+    figure: FigureConfig,
+    folder: Path,
+    environment: Mapping[str, Any],
+    lines: Sequence[str],
+    measured: Measured,
 ) -> None:
     comparisons = compare(figure, measured.points)
-    notes = list(_notes(figure, environment, measured))
-    picture = draw(figure, measured.points, notes)
+    picture = draw(figure, measured.points, lines)
     save(picture, folder)
     settings = yaml.safe_dump(figure.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     (folder / "figure.yaml").write_text(settings, encoding="utf-8")
@@ -141,7 +147,7 @@ def _write(
         "figure": figure.figure,
         "title": figure.title,
         "source": figure.source,
-        "notes": notes,
+        "notes": lines,
         "budget_s": figure.budget_s,
         "seconds": round(measured.seconds, 1),
         "left_out": measured.left_out,
@@ -163,7 +169,7 @@ def _write(
     write_json(folder / "figure.json", document)
     points = measured_points(figure, measured.points)
     section = FigureSection(
-        figure.source, figure.about, notes, figure_svg(picture), figure.y.label, points, table
+        figure.source, figure.about, lines, figure_svg(picture), figure.y.label, points, table
     )
     write_report(
         folder / "report.html",
@@ -179,35 +185,15 @@ def _write(
     print(f"{figure.figure}: {figure.title}\n{figure.y.label}:\n")
     print(text_table(points), "\n")
     print(text_table(table), "\n")
-    print("\n".join(notes), "\n")
+    print("\n".join(lines), "\n")
 
 
-def _notes(
-    figure: FigureConfig, environment: Mapping[str, Any], measured: Measured
-) -> Iterator[str]:
-    """What a reader must know beside the numbers."""
-    yield f"Here: {figure.note}."
-    gpus, cpu = environment["gpus"], environment["cpu"]
-    machine = f"{cpu['model']}, {cpu['usable_threads']} threads"
-    if gpus:
-        machine = f"{gpus[0].split(',')[0]}; {machine}"
-    sm_count = _sm_count(figure)
-    if gpus and sm_count is not None:
-        machine += f". The GPU is emulated: {sm_count} multiprocessors of the larger one"
-    yield f"Machine: {machine}."
+def _what_is_missing(figure: FigureConfig, measured: Measured) -> Iterator[str]:
     if measured.left_out:
         count = len(measured.left_out)
         yield f"Points left out, as the budget of {figure.budget_s:g} s was used up: {count}."
     for folder, reason in measured.failures.items():
         yield f"Failed: {folder}: {reason}"
-
-
-def _sm_count(figure: FigureConfig) -> int | None:
-    if figure.kernels is not None:
-        return figure.kernels.sm_count
-    gpu = (figure.experiment or {}).get("engine", {}).get("gpu", {})
-    count = gpu.get("sm_count")
-    return None if count is None else int(count)
 
 
 def _seconds(begin: float) -> float:
