@@ -174,8 +174,8 @@ def test_what_stands_under_a_figure(path: Path) -> None:
     environment = {"cpu": {"model": "a CPU", "usable_threads": 3}, "gpus": ["a GPU, 1.2, 9 MiB"]}
     assert list(notes(figure, plans, environment)) == [
         "Here: smaller.",
-        "Settings: tiny cut to 2 layers, auto, dummy weights; device cuda, 4096 tokens of KV on the "
-        "GPU side, 3 GiB of KV on the CPU side; 2 requests, 4 s measured after 1 s.",
+        "Settings: tiny cut to 2 layers, auto, dummy weights; device cuda, 4096 tokens of KV on "
+        "the GPU side, 3 GiB of KV on the CPU side; 2 requests, 4 s measured after 1 s.",
         "Machine: a GPU; a CPU, 3 threads; 8 multiprocessors of this large GPU stand for a small "
         "one, whose copies and caches are the large one's.",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from swiftapex.figures.spec import FigureConfig, X
 
 _SIZE = (7.0, 4.2)  # inches
 _DPI = 150
+_NOTE_WIDTH = 120  # characters
 _MARKERS = "osD^vP*"
 
 
@@ -32,7 +34,8 @@ def draw(figure: FigureConfig, points: Sequence[Point], notes: Sequence[str]) ->
             places = _lines(axes, figure, curves, xs)
         _reported(axes, figure, curves, places)
         _finish(axes, figure)
-        picture.supxlabel("\n".join(notes), fontsize=7, color="#555555")
+        lines = [line for note in notes for line in textwrap.wrap(note, _NOTE_WIDTH)]
+        picture.supxlabel("\n".join(lines), fontsize=7, color="#555555")
     return picture
 
 
