@@ -11,7 +11,9 @@ from pydantic import ValidationError
 
 from swiftapex.config.schema import GpuConfig, SloConfig, WindowConfig, WorkloadConfig
 from swiftapex.core.records import BusyTimes, IterationRecord
+from swiftapex.executor.rank import mean_busy
 from swiftapex.report.metrics import DEFINITIONS, summarize
+from swiftapex.workloads import energy
 from swiftapex.workloads.build import build_workload
 from swiftapex.workloads.energy import EnergyMeter, EnergyReading, EnergyUse, energy_between
 from swiftapex.workloads.meter import BusySpan
@@ -168,3 +170,54 @@ def test_rapl_domains_are_read_once_and_may_begin_anew(tmp_path: Path) -> None:
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text(str(320 * 10**6))
     assert energy_between(begin, meter.read()) == EnergyUse(None, pytest.approx(170.0))
     assert EnergyMeter(0, tmp_path / "absent").read() == EnergyReading(None, None)
+
+
+class FakeNvml:
+    """Two GPUs; the second has no counter. Handles are 10 and 11, joules 7 and more each time."""
+
+    def __init__(self) -> None:
+        self.millijoules = 7000
+        self.asked: list[bytes | int] = []
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        self.asked.append(index)
+        handle._obj.value = 10 + index
+        return 0 if index < 2 else 2
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        self.asked.append(uuid)
+        handle._obj.value = 10
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, millijoules: Any) -> int:
+        millijoules._obj.value = self.millijoules
+        self.millijoules += 2500
+        return 0 if handle.value == 10 else 3
+
+
+def test_nvml_counts_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    meter = EnergyMeter(1, tmp_path)
+    assert energy_between(meter.read(), meter.read()) == EnergyUse(pytest.approx(2.5), None)
+    assert nvml.asked == [0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-abc,1")
+    assert EnergyMeter(1, tmp_path).read().gpu_j is not None
+    assert nvml.asked == [0, b"GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert EnergyMeter(1, tmp_path).read().gpu_j is None  # no counter
+    assert EnergyMeter(0, tmp_path).read().gpu_j is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert EnergyMeter(1, tmp_path).read().gpu_j is None  # no such GPU
+
+
+def test_busy_times_of_ranks_are_means_and_their_bytes_a_sum() -> None:
+    one, other = BusyTimes(None, 1.0, 100), BusyTimes(2.0, 3.0, 50)
+    assert mean_busy([one, other]) == BusyTimes(None, 2.0, 150)
+    assert mean_busy([one, BusyTimes(1.0, 1.0)]).link_bytes is None

@@ -34,7 +34,7 @@ DEFINITIONS: Mapping[str, str] = {
     "itl_ms": "inter-token latency: time from one token of a request to its next; over tokens of "
     "completed requests, with a window over all in it",
     "e2e_ms": "time from a request's arrival to its last token",
-    "per_token_latency_ms": "e2e / output tokens (APEX)",
+    "per_token_latency_ms": "e2e / output tokens, as the APEX paper divides it",
     "per_token_latency_neo_ms": "e2e / (input + output tokens), as the NEO paper defines it",
     "strategy_share": "share of iterations that each pipeline ran",
     "gpu_busy": "time in which the GPU side computed (layer math, attention) / wall time",
