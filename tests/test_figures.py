@@ -210,6 +210,23 @@ def test_a_failed_point_leaves_the_others(path: Path, tmp_path: Path) -> None:
     assert len(engines) == 2 and engines[0].closed
 
 
+def test_an_engine_that_cannot_be_had_leaves_the_others(path: Path, tmp_path: Path) -> None:
+    runs = "runs=[{name: a, policy: gpu_only}, {name: b, policy: neo}]"
+
+    def factory(plan: Any, trace: object) -> Any:
+        if plan.policy == "neo":
+            raise MemoryError("no room for KV")
+        return ReusedEngine()
+
+    figure = load_figure(path, assignments=[runs])
+    folder, complete = reproduce(figure, path, tmp_path / "out", factory)
+    assert not complete
+    document = json.loads((folder / "figure.json").read_text())
+    assert set(document["failures"].values()) == {"MemoryError: no room for KV"}
+    assert [(p["series"], p["x"]) for p in document["points"]] == [("a", 2), ("a", 4)]
+    assert "Traceback" in (folder / "b__0.error.txt").read_text()
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_every_file_is_valid_in_all_its_variants(file: Path) -> None:
     for variant in (None, "quick", "cpu"):

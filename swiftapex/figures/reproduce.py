@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,10 @@ def reproduce(
     begin = time.perf_counter()
     try:
         if figure.kernels is not None:
-            _measure_kernels(figure, measured, begin)
+            try:
+                _measure_kernels(figure, measured, begin)
+            except Exception as error:
+                _fail("kernels", error, folder, measured)
         else:
             _measure_runs(figure, planned, factory, folder, measured, begin)
     except KeyboardInterrupt:
@@ -98,13 +102,22 @@ def _measure_runs(
             _say(f"point {number} of {len(planned)}: {name}, {spent}")
             try:
                 result = bench.measure(point)
-            except SwiftapexError as error:
-                measured.failures[point.plan.folder] = str(error)
-                bench.close()
+            except Exception as error:  # whatever it is, the other points are worth having
+                _fail(point.plan.folder, error, folder, measured)
+                with contextlib.suppress(Exception):
+                    bench.close()
                 continue
             _keep(point, result, bench, folder, measured)
     finally:
         bench.close()
+
+
+def _fail(name: str, error: Exception, folder: Path, measured: Measured) -> None:
+    known = isinstance(error, SwiftapexError)
+    measured.failures[name] = str(error) if known else f"{type(error).__name__}: {error}"
+    text = "".join(traceback.format_exception(error))
+    (folder / f"{name}.error.txt").write_text(text, encoding="utf-8")
+    _say(f"error: {name}: {measured.failures[name]}")
 
 
 def _keep(

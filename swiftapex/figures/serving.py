@@ -94,9 +94,9 @@ class ServingBench:
         return RunResult(plan, log, *totals, take_snapshots(self.trace))
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine, self._key = None, ""
+        engine, self._engine, self._key = self._engine, None, ""
+        if engine is not None:
+            engine.close()
 
     def _engine_for(self, planned: PlannedPoint) -> Any:
         if self._key == planned.engine_key:

@@ -91,6 +91,12 @@ class KernelConfig(Section):
     architecture: str = "llama2-7b"
     seconds: PositiveFloat = 0.5
 
+    @model_validator(mode="after")
+    def _parts_of_one_batch(self) -> KernelConfig:
+        if self.measure == "attention_parts" and len(self.batches) != 1:
+            raise ValueError("attention_parts is of one batch: its x axis are the parts")
+        return self
+
 
 class VariantConfig(Section):
     """`budget_s`: no new point is begun later than this. `note`: what differs, for the figure."""
