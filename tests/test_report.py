@@ -256,7 +256,7 @@ def test_report_is_one_file_with_plots_samples_and_definitions(tmp_path: Path) -
     text = path.read_text(encoding="utf-8")
     parser = _Tags()
     parser.feed(text)
-    assert parser.tags.count("svg") == 5 + 2 * (4 + 1)
+    assert parser.tags.count("svg") == 6 + 2 * (4 + 1)
     assert parser.tags.count("figure") == 2
     assert "No picture of sequential, mine: none of the traced" in text
     assert "Asymmetric pipelining (NEO)" in text

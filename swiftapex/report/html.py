@@ -95,13 +95,18 @@ def samples(results: Sequence[RunResult]) -> list[tuple[str, list[tuple[str, str
 def _summary_plots(
     runs: Sequence[Mapping[str, Any]], results: Sequence[RunResult]
 ) -> list[tuple[str, str]]:
-    return [
+    found = [
         ("Throughput", plots.throughput(runs)),
         ("Pipelines used", plots.pipelines_used(runs)),
-        ("Time to first token (TTFT)", plots.latency(runs, "ttft_ms", "TTFT")),
-        ("Time per further token (TPOT)", plots.latency(runs, "tpot_ms", "TPOT")),
-        ("Tokens over time", plots.tokens_over_time(results[:_DETAILED_RUNS])),
     ]
+    for metric, title, short in (
+        ("ttft_ms", "Time to first token (TTFT)", "TTFT"),
+        ("tpot_ms", "Time per further token (TPOT)", "TPOT"),
+        ("itl_ms", "Time between tokens", "inter-token latency"),
+    ):
+        if any(run[metric]["p50"] is not None for run in runs):
+            found.append((title, plots.latency(runs, metric, short)))
+    return [*found, ("Tokens over time", plots.tokens_over_time(results[:_DETAILED_RUNS]))]
 
 
 def _details(result: RunResult) -> dict[str, Any]:
