@@ -73,8 +73,9 @@ def test_times_are_those_of_the_stream() -> None:
     with serving(pace_s=0.03) as server:
         summary = measured({"url": server.url}, num_requests=2).summary()
     assert summary["outputs_sha256"] is None  # the ids are not known
-    assert summary["ttft_ms"]["p50"] == pytest.approx(30, abs=25)
-    assert summary["tpot_ms"]["p50"] == pytest.approx(30, abs=12)
+    # At least the server's pace; a busy machine adds to it.
+    assert 30 <= summary["ttft_ms"]["p50"] < 500
+    assert 29 <= summary["tpot_ms"]["p50"] < 150
     assert summary["cpu_token_share"] is summary["gpu_busy"] is None
 
 
@@ -99,7 +100,7 @@ def test_a_window_ends_a_run_and_keeps_what_came() -> None:
         result = measured({"url": server.url}, output_len=1000, window=window)
     summary = result.summary()
     assert summary["num_unfinished"] == 6 and summary["num_failed"] == 0
-    assert summary["output_tokens_per_s"] == pytest.approx(6 / 0.05, rel=0.3)
+    assert 30 < summary["output_tokens_per_s"] <= 6 / 0.05 * 1.15
     assert result.log.busy is not None
 
 
