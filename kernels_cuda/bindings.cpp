@@ -1,4 +1,5 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 
@@ -12,6 +13,7 @@
 #include "kernels_cuda/rms_norm.h"
 #include "kernels_cuda/rope_append.h"
 #include "kernels_cuda/silu_mul.h"
+#include "kernels_cuda/transfer_blocks.h"
 #include "kernels_cuda/words.h"
 
 namespace py = pybind11;
@@ -161,6 +163,15 @@ void bind_transfers(py::module_& module) {
         ReleaseGil(), arg("src_dtype"), arg("dst_dtype"), arg("src"), arg("dst"), arg("src_ids"),
         arg("dst_ids"), arg("num_pairs"), arg("block_elements"), arg("max_ctas"), arg("done"),
         arg("counter"), arg("stream"));
+    module.def(
+        "transfer_blocks",
+        [](Address src, Address dst, const std::vector<int64_t>& src_ids,
+           const std::vector<int64_t>& dst_ids, Count block_bytes, Address stream) {
+            transfer_blocks(pointer<const void>(src), pointer<void>(dst), src_ids, dst_ids,
+                            block_bytes, stream_of(stream));
+        },
+        ReleaseGil(), arg("src"), arg("dst"), arg("src_ids"), arg("dst_ids"), arg("block_bytes"),
+        arg("stream"));
 }
 
 void bind_words(py::module_& module) {

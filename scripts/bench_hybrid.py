@@ -1,17 +1,21 @@
 """Output tokens per second of several strategies on one GPU, or a part of it, in one run.
 
     python scripts/bench_hybrid.py --model llama2-7b --sms 8 --gpu-kv 4096 --cpu-gib 40 \
-        --input 400 --output 200 --requests 128 --strategies gpu_only fixed:asymmetric
+        --lengths 400x200 400x50 --strategies gpu_only fixed:asymmetric fixed:async_overlap
 
-Dummy weights, lengths within 10 % of the given means, ignored end-of-sequence tokens. Two kinds of
+Dummy weights, lengths within 10 % of the given means, ignored end-of-sequence tokens. Strategies
+that use the CPU share an engine, GPU-only has one without CPU KV and staging area. Kinds of
 measurement:
 
-- `whole` (default): all requests arrive at once and run to their end.
-- `--steady SECONDS`: requests begin at uniformly random progress with their KV in place, and
-  nothing is prefilled: the rate of decoding alone, over a window after a second of warm-up.
+- `--kinds window` (default): requests begin at evenly spread progress with their KV in place, new
+  ones wait behind them, and a window is measured after a warm-up. It is `valid` if prefilled tokens
+  over the input length and output tokens over the output length, requests per window both, agree
+  within 5 %; it goes on until they do, for at most twice as long.
+- `--kinds decode`: the same without new requests: the rate of decoding alone.
+- `--kinds whole`: all requests arrive at once and run to their end.
 
-Prints a line of JSON per strategy: tokens per second, iterations and their median time per
-pipeline, the planning time, the CPU's busy share, and bytes of KV that the CPU read per second.
+Prints a line of JSON per lengths and strategy: tokens per second, iterations and their median time
+per pipeline, planning time, the CPU's busy share, and the KV bytes that the CPU read per second.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import json
 import random
 import statistics
 import time
+from itertools import product
 from typing import Any
 
 from swiftapex import SamplingParams
@@ -28,12 +33,14 @@ from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSec
 from swiftapex.core.errors import RequestError
 from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
+from swiftapex.policies import make_policy
 
-Lengths = list[tuple[int, int]]
+KINDS = ("window", "decode", "whole")
+AGREE = 0.05  # of the requests that a window prefilled and decoded
 
 
 def make_engine(args: argparse.Namespace, strategy: str) -> Engine:
-    policy, _, policy_args = strategy.partition("?")
+    policy, policy_args = parsed(strategy)
     return Engine(
         ModelSection(
             architecture=args.model, weights="dummy", dtype=args.dtype, num_layers=args.layers
@@ -46,90 +53,137 @@ def make_engine(args: argparse.Namespace, strategy: str) -> Engine:
             max_model_len=args.max_len,
             max_batch_size=args.max_batch,
             max_tokens_in_batch=args.max_tokens,
+            profile=args.profile,
+            tensor_parallel_size=args.tp,
         ),
         policy=policy,
-        policy_args=json.loads(policy_args or "{}"),
+        policy_args=policy_args,
     )
 
 
-def lengths(args: argparse.Namespace) -> Lengths:
-    rng = random.Random(args.seed)
-
-    def near(mean: int) -> int:
-        return max(1, round(mean * rng.uniform(0.9, 1.1)))
-
-    return [(near(args.input), near(args.output)) for _ in range(args.requests)]
+def parsed(strategy: str) -> tuple[str, dict[str, Any]]:
+    """`NAME` or `NAME?{"argument": value}`."""
+    policy, _, policy_args = strategy.partition("?")
+    return policy, json.loads(policy_args or "{}")
 
 
-def prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(3, 500) for _ in range(length)]
+class Workload:
+    """Requests of one pair of mean lengths, the same for every strategy."""
+
+    def __init__(self, mean_input: int, mean_output: int, seed: int) -> None:
+        self.mean_input, self.mean_output = mean_input, mean_output
+        self._rng = random.Random(seed)
+
+    def next(self) -> tuple[list[int], SamplingParams]:
+        prompt = [self._rng.randrange(3, 500) for _ in range(self._near(self.mean_input))]
+        sampling = SamplingParams(max_tokens=self._near(self.mean_output), ignore_eos=True)
+        return prompt, sampling
+
+    def _near(self, mean: int) -> int:
+        return max(1, round(mean * self._rng.uniform(0.9, 1.1)))
 
 
-def whole_run(engine: Engine, all_lengths: Lengths, rng: random.Random) -> dict[str, Any]:
-    requests: list[Request] = []
-    start = time.perf_counter()
-    for input_len, output_len in all_lengths:
-        sampling = SamplingParams(max_tokens=output_len, ignore_eos=True)
-        requests.append(engine.add(prompt(rng, input_len), sampling, arrival_s=start))
-    while engine.has_work:
-        engine.step()
-    seconds = time.perf_counter() - start
-    tokens = sum(len(r.output_ids) for r in requests)
-    assert all(r.error is None for r in requests)
-    return {"seconds": seconds, "output_tokens": tokens, "output_tokens_per_s": tokens / seconds}
+class Run:
+    """Requests on an engine, and what they have gained so far."""
+
+    def __init__(self, engine: Engine, workload: Workload) -> None:
+        self._engine = engine
+        self._workload = workload
+        self.requests: list[Request] = []
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            self.requests.append(self._engine.add(*self._workload.next()))
+
+    def fill(self, most: int) -> None:
+        """Requests in progress until no KV is left for another one."""
+        order = list(range(64))
+        random.Random(1).shuffle(order)
+        for index in range(most):
+            prompt, sampling = self._workload.next()
+            share = (order[index % len(order)] + 0.5) / len(order)
+            done = min(sampling.max_tokens - 1, round(share * sampling.max_tokens))
+            try:
+                self.requests.append(self._engine.add_in_progress(prompt, sampling, max(1, done)))
+            except RequestError:
+                return
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(r.output_ids) for r in self.requests)
+
+    def end(self) -> None:
+        for request in self.requests:
+            self._engine.abort(request.request_id)
 
 
-def steady_run(
-    engine: Engine, all_lengths: Lengths, rng: random.Random, window_s: float
-) -> dict[str, Any]:
-    requests: list[Request] = []
-    for input_len, output_len in all_lengths:
-        sampling = SamplingParams(max_tokens=output_len, ignore_eos=True)
-        try:
-            done = rng.randrange(1, max(2, output_len))
-            requests.append(engine.add_in_progress(prompt(rng, input_len), sampling, done))
-        except RequestError:
-            break
+def window(
+    run: Run, engine: Engine, workload: Workload, args: argparse.Namespace, feed: bool
+) -> Any:
+    run.fill(args.requests)
+    started = len(run.requests)
 
-    def run_for(seconds: float) -> tuple[float, int]:
-        before, start = sum(len(r.output_ids) for r in requests), time.perf_counter()
+    def steps(seconds: float) -> float:
+        start = time.perf_counter()
         while engine.has_work and time.perf_counter() - start < seconds:
+            if feed and engine.stats().waiting < 256:
+                run.add(64)
             engine.step()
-        return time.perf_counter() - start, sum(len(r.output_ids) for r in requests) - before
+        return time.perf_counter() - start
 
-    run_for(1.0)
+    steps(args.warmup)
     engine.iterations.clear()
-    seconds, tokens = run_for(window_s)
+    tokens, busy, seconds = run.output_tokens, engine.busy().cpu_s, 0.0
+    moved = engine.stats()
+    while True:
+        seconds += steps(args.seconds if seconds == 0 else 0.5)
+        output = run.output_tokens - tokens
+        prefilled = sum(r.prefill_tokens for r in engine.iterations)
+        ins, outs = prefilled / workload.mean_input, output / workload.mean_output
+        valid = not feed or abs(ins - outs) <= AGREE * max(ins, outs)
+        if valid or seconds >= 2 * args.seconds or not engine.has_work:
+            break
+    now, stats = engine.busy().cpu_s, engine.stats()
+    rate = output / seconds
     return {
-        "requests_in_flight": len(requests),
-        "left_at_the_end": sum(r.finish_reason is None for r in requests),
+        "in_flight": started,
         "seconds": seconds,
-        "output_tokens": tokens,
-        "output_tokens_per_s": tokens / seconds,
+        "valid": valid,
+        "prefilled_requests": ins,
+        "decoded_requests": outs,
+        "output_tokens_per_s": rate,
+        "cpu_busy": None if now is None or busy is None else (now - busy) / seconds,
+        "cpu_token_share": (stats.cpu_decoded_tokens - moved.cpu_decoded_tokens) / max(1, output),
+        "moves": stats.moves - moved.moves,
+        "preemptions": stats.preemptions - moved.preemptions,
     }
 
 
-def measure(args: argparse.Namespace, strategy: str) -> dict[str, Any]:
-    begin = time.perf_counter()
-    engine = make_engine(args, strategy)
-    setup_s = time.perf_counter() - begin
-    try:
-        rng = random.Random(args.seed)
-        busy, start = engine.busy().cpu_s, time.perf_counter()
-        if args.steady:
-            result = steady_run(engine, lengths(args), rng, args.steady)
-        else:
-            result = whole_run(engine, lengths(args), rng)
-        wall = time.perf_counter() - start
-        cpu_s = engine.busy().cpu_s
-        stats = engine.stats()
-        result["cpu_busy"] = None if cpu_s is None or busy is None else (cpu_s - busy) / wall
-        result |= {"cpu_tokens": stats.cpu_decoded_tokens, "moves": stats.moves}
-        result |= {"preemptions": stats.preemptions, "setup_s": setup_s}
-        result["iterations"] = by_pipeline(engine)
-    finally:
-        engine.close()
-    return {"strategy": strategy} | result
+def whole(run: Run, engine: Engine, args: argparse.Namespace) -> Any:
+    run.add(args.requests)
+    start = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    seconds = time.perf_counter() - start
+    assert all(r.error is None for r in run.requests)
+    return {"seconds": seconds, "output_tokens_per_s": run.output_tokens / seconds}
+
+
+def measure(
+    engine: Engine, strategy: str, lengths: str, kind: str, args: argparse.Namespace
+) -> Any:
+    engine.use_policy(*parsed(strategy))
+    engine.iterations.clear()
+    mean_input, mean_output = map(int, lengths.split("x"))
+    workload = Workload(mean_input, mean_output, args.seed)
+    run = Run(engine, workload)
+    if kind == "whole":
+        result = whole(run, engine, args)
+    else:
+        result = window(run, engine, workload, args, feed=kind == "window")
+    result["iterations"] = by_pipeline(engine)
+    run.end()
+    return {"lengths": lengths, "strategy": strategy, "kind": kind} | result
 
 
 def by_pipeline(engine: Engine) -> dict[str, Any]:
@@ -174,15 +228,28 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--input", type=int, default=400)
-    parser.add_argument("--output", type=int, default=200)
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--steady", type=float, default=0.0)
+    parser.add_argument("--profile", default="auto")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
+    parser.add_argument("--lengths", nargs="+", default=["400x200"], help="input x output")
+    parser.add_argument("--requests", type=int, default=1000, help="at most, or of a whole run")
+    parser.add_argument("--kinds", nargs="+", default=["window"], choices=KINDS)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--warmup", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategies", nargs="+", default=["gpu_only", "neo", "apex"])
     args = parser.parse_args()
-    for strategy in args.strategies:
-        print(json.dumps(measure(args, strategy)), flush=True)
+    with_cpu = {s: make_policy(*parsed(s)).uses_cpu for s in args.strategies}
+    for uses_cpu in sorted(set(with_cpu.values())):
+        strategies = [s for s in args.strategies if with_cpu[s] is uses_cpu]
+        begin = time.perf_counter()
+        engine = make_engine(args, strategies[0])
+        setup_s = time.perf_counter() - begin
+        try:
+            for lengths, strategy, kind in product(args.lengths, strategies, args.kinds):
+                result = measure(engine, strategy, lengths, kind, args)
+                print(json.dumps(result | {"setup_s": round(setup_s, 1)}), flush=True)
+        finally:
+            engine.close()
 
 
 if __name__ == "__main__":

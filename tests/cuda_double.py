@@ -12,7 +12,7 @@ import importlib
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest import mock
@@ -20,9 +20,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from swiftapex.backends.reference import ReferenceOps, causal_attention, gather
+from swiftapex.backends.reference import ReferenceOps, causal_attention, gather, split_heads
+from swiftapex.core.ops import AttentionShape
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TRITON = "swiftapex.backends.prefill_attention"
 _NAMES = ("cuda_ops", "cuda", "cuda_lane", "cuda_clock")
 _OPS = ReferenceOps()
 
@@ -153,6 +155,21 @@ def copy_blocks(
         _at(dst + j * dst_bytes, _DTYPES[dst_dtype], size).copy_(block)
 
 
+def transfer_blocks(
+    src: int, dst: int, src_ids: Sequence[int], dst_ids: Sequence[int], size: int, stream: int
+) -> None:
+    for i, j in zip(src_ids, dst_ids, strict=True):
+        _at(dst + j * size, torch.uint8, size).copy_(_at(src + i * size, torch.uint8, size))
+
+
+def prefill_attention(
+    kv: Tensor, blocks: Tensor, context: int, shape: AttentionShape, qkv: Tensor, out: Tensor
+) -> None:
+    keys, values = gather(kv, blocks, context)
+    q, _, _ = split_heads(qkv, shape)
+    out.copy_(causal_attention(q, keys, values, shape.scale).reshape(len(qkv), -1))
+
+
 class _Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self._time = 0.0
@@ -210,14 +227,18 @@ def cuda_modules() -> Iterator[dict[str, Any]]:
     kernels = types.ModuleType("swiftapex._kernels_cuda")
     kernels.__spec__ = ModuleSpec("swiftapex._kernels_cuda", None)
     kernels.__dict__.update({k: v for k, v in globals().items() if callable(v)})
+    triton = types.ModuleType(_TRITON)  # Triton comes with CUDA builds of torch alone
+    triton.__dict__["prefill_attention"] = prefill_attention
+    triton.__dict__["compile_prefill_attention"] = lambda *_: None
     full = {name: f"swiftapex.backends.{name}" for name in _NAMES}
     host = torch_on_host()
     import swiftapex
 
     # Only these modules come and go: what they make others import for good must stay imported.
-    changed = [*full.values(), "swiftapex._kernels_cuda"]
+    changed = [*full.values(), "swiftapex._kernels_cuda", _TRITON]
     before = {name: sys.modules.pop(name, None) for name in changed}
     sys.modules["swiftapex._kernels_cuda"] = kernels
+    sys.modules[_TRITON] = triton
     with (
         mock.patch.object(swiftapex, "_kernels_cuda", kernels, create=True),
         mock.patch.object(Tensor, "pin_memory", lambda self: self),

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 import swiftapex._kernels_cuda as kernels
 from swiftapex.backends.cpu import zeroed_huge_pages
 from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
 from swiftapex.backends.cuda_ops import CudaOps, stream_handle
-from swiftapex.backends.reference import causal_attention, gather, split_heads
+from swiftapex.backends.prefill_attention import compile_prefill_attention, prefill_attention
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
 
-_REGISTER_BYTES = 1 << 30  # of host memory pinned by one call
+_REGISTER_BYTES = 1 << 30  # of host memory pinned by one call, more or less
+_PAGE_BYTES = 4096
 _REGISTER_THREADS = 8
 _ALIGNMENT = 16  # bytes, of each array in a transfer
 
@@ -102,17 +102,22 @@ class CudaBackend:
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
-        return torch.zeros(size, dtype=dtype, device=self.device)
+        kv = torch.zeros(size, dtype=dtype, device=self.device)
+        if kv.numel():
+            compile_prefill_attention(kv[0], shape)
+        return kv
 
     def allocate_host_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
-        """2 MiB pages, pinned piece by piece, so that the GPU's copies reach them."""
+        """2 MiB pages, pinned in pieces of whole blocks, so that the GPU's copies reach them."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         kv = zeroed_huge_pages(size, dtype)
+        unit = math.lcm(kv[0, 0].nbytes, _PAGE_BYTES)
+        piece_bytes = -(-_REGISTER_BYTES // unit) * unit
         pieces = [
-            (kv.data_ptr() + begin, min(_REGISTER_BYTES, kv.nbytes - begin))
-            for begin in range(0, kv.nbytes, _REGISTER_BYTES)
+            (kv.data_ptr() + begin, min(piece_bytes, kv.nbytes - begin))
+            for begin in range(0, kv.nbytes, piece_bytes)
         ]
         with ThreadPoolExecutor(_REGISTER_THREADS) as pool:  # most of the time is zeroing pages
             for piece, error in zip(pieces, pool.map(_register, pieces), strict=True):
@@ -150,7 +155,8 @@ class CudaBackend:
         chunks = zip(batch.chunk_lens, batch.chunk_contexts, strict=True)
         for request, (length, context) in enumerate(chunks, start=batch.num_decodes):
             rows = slice(begin, begin + length)
-            _attend_chunk(kv, batch.block_table[request], context, shape, qkv[rows], out[rows])
+            blocks = batch.block_table[request]
+            prefill_attention(kv, blocks, context, shape, qkv[rows], out[rows])
             begin += length
         return out
 
@@ -217,29 +223,3 @@ def _rope_append(
 def _register(piece: tuple[int, int]) -> int:
     """Pins (address, bytes); the CUDA error."""
     return int(torch.cuda.cudart().cudaHostRegister(*piece, 0))
-
-
-def _attend_chunk(
-    kv: Tensor, blocks: Tensor, context: int, shape: AttentionShape, qkv: Tensor, out: Tensor
-) -> None:
-    """One request's prefill chunk: qkv [n, q_heads + 2 * kv_heads, head_dim] holds the last n of
-    `context` tokens, whose K and V lie in `kv`. Writes out [n, q_heads * head_dim]."""
-    n = len(qkv)
-    q, k, v = split_heads(qkv, shape)
-    if n < context or kv.dtype is not qkv.dtype:
-        keys, values = gather(kv, blocks, context)  # [kv_heads, context, head_dim]
-    else:
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    if qkv.dtype is torch.float32:  # the fused kernels multiply in TF32
-        out.copy_(causal_attention(q, keys, values, shape.scale).reshape(n, -1))
-        return
-    o = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys.to(q.dtype)[None],
-        values.to(q.dtype)[None],
-        attn_mask=None if n == context else causal_lower_right(n, context),
-        is_causal=n == context,
-        scale=shape.scale,
-        enable_gqa=shape.num_q_heads != shape.num_kv_heads,
-    )
-    out.view(n, shape.num_q_heads, -1).copy_(o[0].transpose(0, 1))

@@ -26,7 +26,7 @@ from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 
 _WORD_STRIDE = 16  # int32 between words, so that no two share a cache line
-_COPY_BLOCKS = 16  # thread blocks of a copy: enough for the link, few beside the computing ones
+_COPY_BLOCKS = 16  # thread blocks of a copy that converts: few beside the computing ones
 
 
 @dataclass(slots=True)
@@ -180,7 +180,8 @@ class CudaCopyTicket:
 
 class CudaCopies:
     """Copies KV blocks between device memory and pinned host memory, on a stream beside the
-    computing one and in the order of submission. A copy begins after what was launched before."""
+    computing one and in the order of submission. A copy begins after what was launched before. The
+    GPU's copy engines do it, and a kernel only where the sides hold different dtypes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -201,24 +202,43 @@ class CudaCopies:
         self.link_bytes += len(source_blocks) * host[0].nbytes
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            ids = self._device_ids(source_blocks, target_blocks)
-            kernels.copy_blocks(
-                DTYPE_NUMBERS[source.dtype],
-                DTYPE_NUMBERS[target.dtype],
-                source.data_ptr(),
-                target.data_ptr(),
-                ids[0].data_ptr(),
-                ids[1].data_ptr(),
-                len(source_blocks),
-                source[0].numel(),
-                _COPY_BLOCKS,
-                0,
-                0,
-                stream_handle(),
-            )
+            if source.dtype is target.dtype:
+                kernels.transfer_blocks(
+                    source.data_ptr(),
+                    target.data_ptr(),
+                    source_blocks,
+                    target_blocks,
+                    source[0].nbytes,
+                    stream_handle(),
+                )
+            else:
+                self._convert(source, source_blocks, target, target_blocks)
             event = torch.cuda.Event()
             event.record()
         return CudaCopyTicket(event)
+
+    def _convert(
+        self,
+        source: Tensor,
+        source_blocks: Sequence[int],
+        target: Tensor,
+        target_blocks: Sequence[int],
+    ) -> None:
+        ids = self._device_ids(source_blocks, target_blocks)
+        kernels.copy_blocks(
+            DTYPE_NUMBERS[source.dtype],
+            DTYPE_NUMBERS[target.dtype],
+            source.data_ptr(),
+            target.data_ptr(),
+            ids[0].data_ptr(),
+            ids[1].data_ptr(),
+            len(source_blocks),
+            source[0].numel(),
+            _COPY_BLOCKS,
+            0,
+            0,
+            stream_handle(),
+        )
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -246,6 +246,15 @@ class Engine:
         if request_id not in self._live:
             self._streams.pop(request_id, None)
 
+    def use_policy(self, policy: str, policy_args: Mapping[str, Any] | None = None) -> None:
+        """Another policy from the next iteration on. ConfigError where it wants a CPU side that
+        this engine was made without."""
+        chosen = make_policy(policy, policy_args)
+        if chosen.uses_cpu and self._blocks.num_total(Placement.CPU) == 0:
+            raise ConfigError(f"policy {policy!r} needs a CPU side, and this engine has none")
+        with self._lock:
+            self._policy = chosen
+
     def stats(self) -> EngineStats:
         with self._lock:
             return count(self._queue, self._state, self._blocks, self._cpu_decoded_tokens)

@@ -1,42 +1,41 @@
-"""The best of all strategies, as the cost model predicts them for the present state."""
+"""The best of all strategies, as the cost model predicts them for the present mix of requests."""
 
 from __future__ import annotations
 
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plan import StepPlan
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.plan import Inequality, StepPlan
+from swiftapex.core.request import Request
 from swiftapex.cost_model import CostModel
 from swiftapex.policies.base import Policy
+from swiftapex.scheduler import steady
 from swiftapex.scheduler.candidates import (
     ASYMMETRIC,
-    BEST_RATE,
     GPU_ONLY,
     OVERLAP,
-    Candidate,
-    against_gpu_only,
-    candidates,
-    cpu_pays,
     one_batch_us,
-    times,
     two_batches_us,
 )
-from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
 from swiftapex.scheduler.cpu_tier import cohort_reserve, cohort_rows, cpu_decodes
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.overlap import overlap_plan
-from swiftapex.scheduler.prefill import CpuFull, add_prefill, full_for_overlap, gpu_first
-from swiftapex.scheduler.split import add_split, split_for, trim_swap_out
+from swiftapex.scheduler.prefill import add_prefill, cut_chunks, gpu_first
+from swiftapex.scheduler.split import add_split, split_for
 from swiftapex.scheduler.state import SchedulerState
+
+_EVERY = 8  # iterations between two comparisons: the mix changes slowly
+_STAY = 1.05  # by how much another strategy must be better: to change takes some passes
+_LEAST_CHUNK = 16  # tokens
+WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
 
 class ModelBased(Policy):
-    """Predicts GPU-only, asymmetric pipelining and asynchronous overlap, and takes the one that
-    serves most requests per time; a visit of a parked decode counts 1 / (L + 1) of a token.
+    """Predicts what GPU-only, asymmetric pipelining and asynchronous overlap would yield if they
+    went on with the present mix of prompts and decodes (`scheduler/steady.py`), and takes the best.
 
     `cohorts`: as for `apex`. `margin`: by what share a strategy with the CPU must beat GPU-only:
     what predictions get wrong must not cost anything where the CPU has little to give. No prompt is
-    sent to the CPU while decoding there would not raise the rate.
+    sent to the CPU while GPU-only is best.
     """
 
     uses_cpu = True
@@ -48,53 +47,73 @@ class ModelBased(Policy):
             raise ConfigError(f"margin must be >= 0, got {margin}")
         self.cohorts = cohorts
         self.margin = margin
+        self._strategy = GPU_ONLY
+        self._yields: dict[str, steady.Steady] = {}
 
     def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
-        rows = cohort_rows(state, self.cohorts)
+        if state.iteration % _EVERY == 0 or not self._yields:
+            self._compare(state, cost_model)
+        overdue = len(state.overdue(cpu_decodes(state)))
+        returning = self._strategy == ASYMMETRIC and state.num_in_flight > 0
+        overlaps = self._strategy == OVERLAP or (returning and overdue)
+        rows = cohort_rows(state, self.cohorts) if overlaps else 0
         first = main_batch(state, cohort_reserve(state, rows))
-        second = state.new_batch()
         add_gpu_decodes(state, first, demote=True)
         promote(state, first)
-        place = gpu_first(state, self._cpu_full(state, cost_model), keep_busy=False)
-        add_prefill(state, first, place)
+        add_prefill(state, first, gpu_first(state, self._cpu_full, keep_busy=False))
 
-        waiting = cpu_decodes(state)
-        overdue = len(state.overdue(waiting))
-        split = split_for(state, cost_model, first, second, waiting, forced=overdue)
-        found = candidates(state, cost_model, first, split, rows)
-        sides = against_gpu_only(found, BEST_RATE, ASYMMETRIC, OVERLAP)
-        chosen = self._best(found, must_use_cpu=overdue > 0)
-        if chosen == OVERLAP:
-            return overlap_plan(state, cost_model, first, rows, OVERLAP, times(found), sides)
-        if chosen == GPU_ONLY:
-            alone = one_batch_us(state, cost_model, first.load)
-            return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)
-        split = trim_swap_out(state, cost_model, first, split)
+        us, sides = {name: found.us for name, found in self._yields.items()}, self._sides()
+        if rows or returning or (overlaps and state.num_in_flight):
+            keep = self._chunk(OVERLAP, state)
+            return overlap_plan(state, cost_model, first, rows, OVERLAP, us, sides, keep)
+        if self._strategy == ASYMMETRIC or overdue or not first.num_rows:
+            plan = self._two_batches(state, cost_model, first, overdue, us, sides)
+            if plan is not None:
+                return plan
+        alone = one_batch_us(state, cost_model, first.load)
+        return state.step_plan(GPU_ONLY, [first], (), alone, us, sides)
+
+    def _two_batches(
+        self,
+        state: SchedulerState,
+        cost: CostModel,
+        first: BatchDraft,
+        overdue: int,
+        us: dict[str, float],
+        sides: Inequality | None,
+    ) -> StepPlan | None:
+        """None where the split takes no CPU decode in."""
+        if self._strategy == ASYMMETRIC and first.chunks:
+            cut_chunks(state, first, first.chunks, self._chunk(ASYMMETRIC, state))
+        second, waiting = state.new_batch(), cpu_decodes(state)
+        split = split_for(state, cost, first, second, waiting, forced=overdue)
+        if not split.count:
+            return None
         add_split(state, (first, second), waiting, split)
-        predicted = two_batches_us(state, cost_model, first.load, second.load)
-        return state.step_plan(ASYMMETRIC, [first, second], (), predicted, times(found), sides)
+        predicted = two_batches_us(state, cost, first.load, second.load)
+        return state.step_plan(ASYMMETRIC, [first, second], (), predicted, us, sides)
 
-    def _best(self, found: dict[str, Candidate], must_use_cpu: bool) -> str:
-        """The highest rate. GPU-only where nothing can run, and not where a CPU decode must."""
-        rates = {name: candidate.rate for name, candidate in found.items()}
-        if GPU_ONLY in rates:
-            rates[GPU_ONLY] *= 1 + self.margin
-        if must_use_cpu and len(rates) > 1:
-            rates.pop(GPU_ONLY, None)
-        return max(rates, key=rates.__getitem__, default=GPU_ONLY)
+    def _compare(self, state: SchedulerState, cost: CostModel) -> None:
+        """Chooses the strategy for the next iterations."""
+        mix = steady.Mix.of(state)
+        self._yields = found = {
+            GPU_ONLY: steady.gpu_only(cost, mix),
+            ASYMMETRIC: steady.asymmetric(cost, mix),
+            OVERLAP: steady.overlap(cost, mix, self.cohorts),
+        }
+        rates = {name: each.rate for name, each in found.items()}
+        rates[GPU_ONLY] *= 1 + self.margin
+        rates[self._strategy] *= _STAY if self._strategy != GPU_ONLY else 1
+        self._strategy = max(rates, key=rates.__getitem__)
 
-    def _cpu_full(self, state: SchedulerState, cost: CostModel) -> CpuFull:
-        """Full as for asynchronous overlap; and always where decoding there does not pay."""
-        wanted = cohorts_wanted(state.num_decoding(Placement.CPU), self.cohorts)
-        full = full_for_overlap(state, cost, wanted)
+    def _chunk(self, strategy: str, state: SchedulerState) -> int:
+        """Tokens of prefill in an iteration: as many as its tokens ask for, and more while there is
+        room on the CPU."""
+        return max(_LEAST_CHUNK, int(self._yields[strategy].chunk * (1 + state.cpu_free)))
 
-        pays: list[bool] = []  # asked once: the iteration's decodes are there already
+    def _sides(self) -> Inequality:
+        rates = {name: 1e3 * found.rate for name, found in self._yields.items()}
+        return Inequality(WORDS, max(rates[ASYMMETRIC], rates[OVERLAP]), rates[GPU_ONLY])
 
-        def is_full(batch: BatchDraft, request: Request) -> bool:
-            if full(batch, request):
-                return True
-            if not pays:
-                pays.append(cpu_pays(state, cost, batch.load, request.num_tokens, self.margin))
-            return not pays[0]
-
-        return is_full
+    def _cpu_full(self, batch: BatchDraft, request: Request) -> bool:
+        return self._strategy == GPU_ONLY

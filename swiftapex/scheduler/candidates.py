@@ -18,13 +18,12 @@ from swiftapex.cost_model import (
     visit_us,
 )
 from swiftapex.scheduler.draft import BatchDraft
-from swiftapex.scheduler.prefill import first_chunks, most_that, overlap_chunk_tokens
+from swiftapex.scheduler.prefill import first_chunks, overlap_chunk_tokens
 from swiftapex.scheduler.split import Split, gpu_progress
 from swiftapex.scheduler.state import SchedulerState
 
 GPU_ONLY, ASYMMETRIC, OVERLAP = "sequential", "asymmetric", "async_overlap"
 EQUATION_5 = "requests per ms: asymmetric > GPU-only (Eq. 5)"
-BEST_RATE = "requests per ms: best with the CPU > GPU-only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def _overlap(
     visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
     chunk_tokens = sum(tokens for tokens, _ in load.chunks)
     if chunk_tokens:
-        keep = overlap_chunk_tokens(cost, load, in_flight, visit)
+        keep = overlap_chunk_tokens(cost, load, in_flight, visit, state.cpu_free)
         own -= (own - load.gpu_requests) * (1 - keep / chunk_tokens)
         load = first_chunks(load, keep)
     us = overlap_us(cost, load, in_flight, cohorts)
@@ -106,39 +105,3 @@ def against_gpu_only(found: Mapping[str, Candidate], words: str, *others: str) -
     if GPU_ONLY not in found or not rates:
         return None
     return Inequality(words, 1e3 * max(rates), 1e3 * found[GPU_ONLY].rate)
-
-
-def cpu_pays(
-    state: SchedulerState, cost: CostModel, load: Load, tokens: int, margin: float
-) -> bool:
-    """Whether decodes of `tokens` tokens of KV each on the CPU would raise the rate of the GPU's
-    decodes by more than a share of `margin`, with as many of them as the CPU can take: in
-    asymmetric pipelining as many as T_l0 hides, in asynchronous overlap as many as make a visit as
-    long as the pass. `load`: of the GPU's decodes so far; requests that still prefill there will
-    decode as these do."""
-    count = min(state.running_on(Placement.GPU), state.limits.max_batch_size)
-    if count == 0:
-        return True
-    each = load.gpu_tokens / load.gpu_requests if load.gpu_requests else tokens
-    gpu = Load(count, int(count * each), gpu_requests=count)
-    room = state.blocks.num_total(Placement.CPU) // max(1, state.blocks.blocks_for(tokens))
-    if room == 0:
-        return False
-    alone = gpu_only_us(cost, gpu)
-    rate = (1 + margin) * gpu.rows / alone
-    rows = min(room, state.limits.max_batch_size)
-    hides = cost.linear_us(gpu.rows)
-    second = most_that(lambda n: cost.cpu_attention_us(n * tokens, n) <= hides, rows)
-    small = Load().with_cpu_decodes(second * tokens, second)
-    if (gpu.rows + second) / asymmetric_us(cost, gpu, small) > rate:
-        return True
-
-    def keeps_up(n: int) -> bool:
-        cohorts = min(n, 2 + n // 64)
-        return visit_us(cost, n * tokens, cohorts, n) <= overlap_us(cost, gpu, n, cohorts)
-
-    parked = most_that(keeps_up, room)
-    cohorts = min(parked, 2 + parked // 64)
-    us = overlap_us(cost, gpu, parked, cohorts)
-    advance = min(1.0, us / visit_us(cost, parked * tokens, cohorts, parked))
-    return (gpu.rows + overlap_tokens(cost, parked) * advance) / us > rate

@@ -21,14 +21,16 @@ def overlap_plan(
     pipeline: str = "async_overlap",
     candidates_us: Mapping[str, float] | None = None,
     inequality: Inequality | None = None,
+    keep: int | None = None,
 ) -> StepPlan:
-    """The plan of `main`, its chunks cut to what a pass should hold, and a cohort of at most
-    `rows` CPU decodes."""
+    """The plan of `main`, its chunks cut to `keep` tokens (None: what a pass should hold), and a
+    cohort of at most `rows` CPU decodes."""
     in_flight = state.num_in_flight + rows
     if in_flight:
         cohorts = len(state.cohorts) + bool(rows)
         visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
-        keep = overlap_chunk_tokens(cost, main.load, in_flight, visit)
+        if keep is None:
+            keep = overlap_chunk_tokens(cost, main.load, in_flight, visit, state.cpu_free)
         cut_chunks(state, main, main.chunks, keep)
     cohort = new_cohort(state, main, rows)
     in_flight = state.num_in_flight + cohort.num_rows

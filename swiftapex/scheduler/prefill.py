@@ -118,19 +118,23 @@ def never_full(batch: BatchDraft, request: Request) -> bool:
     return False
 
 
-def overlap_chunk_tokens(cost: CostModel, load: Load, in_flight: int, visit: float) -> int:
+def overlap_chunk_tokens(
+    cost: CostModel, load: Load, in_flight: int, visit: float, cpu_free: float
+) -> int:
     """Prefill tokens that a pass of asynchronous overlap should hold, of those in `load`.
 
     A cohort advances about one layer in a pass, however long that is. So the pass should take
-    about as long as the CPU needs for one visit of all cohorts (`visit`, µs). It may always be
-    twice as long as without chunks: prompts are what gives the CPU work in the first place.
+    about as long as the CPU needs for one visit of all cohorts (`visit`, µs). Prompts are what
+    gives the CPU work in the first place: while its KV is empty a pass may be twice as long as
+    without chunks, and with a share of `cpu_free` left free longer by that share. So prompts come
+    in at the rate at which requests end.
     """
     decodes = load.without_chunks()
     alone = overlap_us(cost, decodes, in_flight)
     total = load.rows - decodes.rows
     if alone == 0:
         return total
-    longest = max(visit, 2 * alone)
+    longest = max(visit, (1 + cpu_free) * alone)
 
     def fits(tokens: int) -> bool:
         return overlap_us(cost, first_chunks(load, tokens), in_flight) <= longest

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 from swiftapex.core.request import Request, RequestState
 
 
 def _age(request: Request) -> int:
     return request.request_id
+
+
+_MEMORY = 0.98  # of what ended requests say, from one to the next
+_ENOUGH = 8  # of them say more than limits do
+_SAMPLE = 64  # running requests whose limits are asked
+
+
+@dataclass(slots=True)
+class _Ended:
+    """Of requests that have ended with output, the newer ones counting more."""
+
+    count: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+
+    def add(self, request: Request) -> None:
+        self.count = _MEMORY * self.count + 1
+        self.prompt_tokens = _MEMORY * self.prompt_tokens + len(request.prompt_ids)
+        self.output_tokens = _MEMORY * self.output_tokens + request.num_generated
 
 
 class RequestQueue:
@@ -20,6 +41,7 @@ class RequestQueue:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._running_by_id: dict[int, Request] = {}
+        self._ended = _Ended()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -53,6 +75,16 @@ class RequestQueue:
     def num_running(self) -> int:
         return len(self._running)
 
+    def prompt_share(self) -> float:
+        """Tokens of prompt for each token of output: of requests that ended lately or, until some
+        have, of those that run, as long as they may get."""
+        ended = self._ended
+        if ended.count >= _ENOUGH:
+            return ended.prompt_tokens / ended.output_tokens
+        sample = [*islice(self._running, _SAMPLE), *islice(self._waiting, _SAMPLE)]
+        prompts = sum(len(request.prompt_ids) for request in sample)
+        return prompts / max(1, sum(request.sampling.max_tokens for request in sample))
+
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
         insort(self._waiting, request, key=_age)
@@ -73,6 +105,8 @@ class RequestQueue:
 
     def remove(self, request: Request) -> None:
         """Takes out a request in any state; it is finished."""
+        if request.num_generated:
+            self._ended.add(request)
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         elif request.state is RequestState.RUNNING:

@@ -108,6 +108,11 @@ class SchedulerState:
         return self._index.cpu_tokens
 
     @property
+    def cpu_free(self) -> float:
+        """Share of the CPU's KV blocks that nobody owns."""
+        return self.blocks.num_free(Placement.CPU) / max(1, self.blocks.num_total(Placement.CPU))
+
+    @property
     def moving_tokens(self) -> int:
         """Tokens of KV, whole blocks, that the plan being composed moves to the other side."""
         return sum(len(move.source_blocks) for move in self._moves) * self.blocks.block_size

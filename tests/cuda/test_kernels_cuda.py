@@ -242,6 +242,31 @@ def test_small_copy_blocks(counter: Tensor, seed: int) -> None:
     assert torch.equal(dst.cpu().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_small_transfer_blocks(seed: int) -> None:
+    choose = python_random.Random(seed)
+    size, pairs = choose.choice([1, 77, 4096, 300_000]), choose.choice([0, 1, 7, 30])
+    src = torch.randint(0, 255, (40, size), dtype=torch.uint8, device="cuda")
+    dst = torch.full((40, size), 255, dtype=torch.uint8, device="cuda")
+    if seed % 2:
+        src = src.cpu().pin_memory()
+    if seed % 4 > 1:
+        dst = dst.cpu().pin_memory()
+    src_ids, dst_ids = torch.randperm(40)[:pairs], torch.randperm(40)[:pairs]
+    expected = torch.full((40, size), 255, dtype=torch.uint8)
+    expected[dst_ids] = src.cpu()[src_ids]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    kernels.transfer_blocks(
+        src.data_ptr(), dst.data_ptr(), src_ids.tolist(), dst_ids.tolist(), size, side.cuda_stream
+    )
+    side.synchronize()
+    assert torch.equal(dst.cpu(), expected)
+    for bad in [([0], []), ([-1], [0])]:
+        with pytest.raises(ValueError, match="transfer_blocks"):
+            kernels.transfer_blocks(src.data_ptr(), dst.data_ptr(), *bad, size, side.cuda_stream)
+
+
 @pytest.mark.parametrize("suffix", ["", "_kernel"])
 def test_words_order_a_captured_graph_and_the_host(suffix: str) -> None:
     wait, write = getattr(kernels, "wait_word" + suffix), getattr(kernels, "write_word" + suffix)

@@ -1,0 +1,137 @@
+"""What each strategy yields in the long run, with prompts coming in as fast as requests end.
+
+An iteration alone is a bad judge: a prompt earns nothing in it, and the first cohorts of
+asynchronous overlap bring no token for L passes. So strategies are compared by iterations that
+could go on for ever: tokens per µs where each token comes with `prompt_share` tokens of prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftapex.core.request import Placement
+from swiftapex.cost_model import (
+    CostModel,
+    Load,
+    asymmetric_us,
+    gpu_only_us,
+    gpu_side_attention_us,
+    overlap_us,
+    visit_us,
+)
+from swiftapex.scheduler.cohorts import cohorts_wanted
+from swiftapex.scheduler.state import SchedulerState
+
+_ROUNDS = 6  # in which the chunk settles at what the iteration's tokens ask for
+_SAMPLE = 16  # decodes by which the CPU's time for one is told
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What there is to do, as it looks over many iterations."""
+
+    gpu_decodes: int  # that the GPU can hold
+    cpu_decodes: int  # that the CPU can hold
+    tokens_each: int  # of KV that one of them reads
+    prompt_share: float  # prefill tokens for each token of output
+    max_tokens: int  # of an iteration
+    max_rows: int  # of a linear batch
+
+    @staticmethod
+    def of(state: SchedulerState) -> Mix:
+        """Of what runs, and of what waits as far as there is KV for it. Prompts count while there
+        are any."""
+        gpu, cpu = (state.running_on(side) for side in (Placement.GPU, Placement.CPU))
+        waiting = state.queue.num_waiting
+        if cpu:
+            each = state.cpu_tokens // cpu
+        else:
+            runs = state.queue.running
+            some = runs[0] if runs else state.queue.first_waiting if waiting else None
+            each = some.num_tokens if some is not None else 1
+        each = max(1, each)
+
+        def held(side: Placement, now: int, most: int) -> int:
+            blocks = state.blocks.num_total(side) // state.blocks.blocks_for(each)
+            return max(now, min(blocks, most))
+
+        on_gpu = held(Placement.GPU, gpu, gpu + waiting)
+        on_cpu = held(Placement.CPU, cpu, cpu + max(0, waiting - (on_gpu - gpu)))
+        prompts = waiting or any(True for _ in state.prefilling())
+        prompt_share = state.queue.prompt_share() if prompts else 0.0
+        limits = state.limits
+        rows = min(on_gpu, limits.max_batch_size)
+        most = limits.max_tokens_in_batch
+        return Mix(rows, on_cpu, each, prompt_share, most, limits.max_batch_size)
+
+    def with_chunk(self, chunk: float) -> Load:
+        """The GPU's decodes and a chunk."""
+        tokens = int(chunk)
+        return Load(
+            rows=self.gpu_decodes + tokens,
+            gpu_tokens=self.gpu_decodes * self.tokens_each,
+            gpu_requests=self.gpu_decodes,
+            chunks=((tokens, self.tokens_each // 2),) if tokens else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """An iteration that could go on for ever."""
+
+    rate: float  # tokens per µs
+    us: float
+    chunk: int  # tokens of prefill in it
+
+
+def gpu_only(cost: CostModel, mix: Mix) -> Steady:
+    """All GPU decodes and the chunk that they ask for."""
+    if mix.gpu_decodes == 0:
+        return Steady(0.0, 0.0, mix.max_tokens)
+    chunk = _chunk(mix, mix.gpu_decodes)
+    return _steady(mix, mix.gpu_decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk)))
+
+
+def asymmetric(cost: CostModel, mix: Mix) -> Steady:
+    """Both halves hold as many CPU decodes as the other's work on the GPU hides."""
+    each_us = cost.cpu_attention_us(_SAMPLE * mix.tokens_each, _SAMPLE) / _SAMPLE
+    first, second, tokens, chunk = mix.with_chunk(0), Load(), float(mix.gpu_decodes), 0
+    for _ in range(_ROUNDS):
+        chunk = _chunk(mix, tokens)
+        alone = mix.with_chunk(chunk)
+        hidden = cost.linear_us(max(1, alone.rows)) / each_us
+        in_second = int(min(hidden, mix.cpu_decodes, mix.max_rows))
+        beside = cost.linear_us(in_second) + gpu_side_attention_us(cost, alone)
+        room = mix.max_rows - mix.gpu_decodes
+        in_first = int(max(0, min(beside / each_us, mix.cpu_decodes - in_second, room)))
+        second = Load().with_cpu_decodes(in_second * mix.tokens_each, in_second)
+        first = alone.with_cpu_decodes(in_first * mix.tokens_each, in_first)
+        tokens = mix.gpu_decodes + in_first + in_second
+    return _steady(mix, tokens, chunk, asymmetric_us(cost, first, second))
+
+
+def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
+    """All CPU decodes are parked. One advances by a layer in a pass, and by less where a visit of
+    all of them takes the CPU longer."""
+    wanted = cohorts_wanted(mix.cpu_decodes, cohorts)
+    visit = visit_us(cost, mix.cpu_decodes * mix.tokens_each, wanted, mix.cpu_decodes)
+    tokens, chunk, us = float(mix.gpu_decodes), 0, 0.0
+    for _ in range(_ROUNDS):
+        chunk = _chunk(mix, tokens)
+        us = overlap_us(cost, mix.with_chunk(chunk), mix.cpu_decodes, wanted)
+        advance = min(1.0, us / visit) if visit > 0 else 1.0
+        tokens = mix.gpu_decodes + advance * mix.cpu_decodes / (cost.num_layers + 1)
+    return _steady(mix, tokens, chunk, us)
+
+
+def _chunk(mix: Mix, tokens: float) -> int:
+    return int(min(mix.prompt_share * tokens, mix.max_tokens - mix.gpu_decodes))
+
+
+def _steady(mix: Mix, tokens: float, chunk: int, us: float) -> Steady:
+    """Where the chunk is cut off, requests cannot begin as fast as they could end."""
+    if us <= 0:
+        return Steady(0.0, 0.0, chunk)
+    asked = mix.prompt_share * tokens
+    share = min(1.0, (chunk + 1) / asked) if asked > 0 else 1.0
+    return Steady(tokens * share / us, us, chunk)
