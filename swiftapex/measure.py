@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from swiftapex.config.load import RunPlan
 from swiftapex.core.trace import TraceRecorder
+from swiftapex.peers.run import measure_peer
 from swiftapex.report.files import RunResult
 from swiftapex.report.progress import ProgressBar
 from swiftapex.report.snapshots import take_snapshots
 from swiftapex.workloads.build import build_workload
+from swiftapex.workloads.energy import energy_meter
 from swiftapex.workloads.replay import replay
 
 if TYPE_CHECKING:
@@ -41,13 +43,17 @@ def measure(
     with_progress: bool = True,
 ) -> tuple[RunResult, TraceRecorder]:
     """Sends the run's workload through an engine of its own. Raises what ends the run early, but
-    for Ctrl-C while requests run: the result then says that it was interrupted."""
+    for Ctrl-C while requests run: the result then says that it was interrupted. Another engine
+    (`plan.peer`) gets the same requests, and leaves no trace."""
+    if plan.peer is not None:
+        return measure_peer(plan), TraceRecorder(0)
     trace = TraceRecorder(traced_iterations)
     engine = factory(plan, trace)
     try:
         items = build_workload(plan.workload, plan.seed, engine.model_config.vocab_size)
         with ProgressBar(len(items)) if with_progress else nullcontext() as bar:
-            log = replay(engine, items, plan.workload, bar.update if bar else lambda _: None)
+            show = bar.update if bar else lambda _: None
+            log = replay(engine, items, plan.workload, show, energy_meter(plan.engine))
         stats = engine.stats()
     finally:
         engine.close()

@@ -92,6 +92,11 @@ def _check_ranks(plan: RunPlan) -> None:
 
 
 def _check_strategy(plan: RunPlan, where: str) -> None:
+    if plan.peer is not None:
+        if plan.workload.warm_start:
+            raise ConfigError(f"{where}.peer: it cannot begin with requests in progress: expected "
+                              "a workload without warm_start")  # fmt: skip
+        return
     policy = plan.policy
     if policy.startswith(FIXED_PREFIX):
         pipeline = policy.removeprefix(FIXED_PREFIX)

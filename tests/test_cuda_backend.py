@@ -8,10 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+import swiftapex.figures.kernels as figure_kernels
 import swiftapex.worker.worker as worker_module
 from swiftapex.backends import Backends
 from swiftapex.backends.threads import cpu_threads
+from swiftapex.core.ops import AttentionBatch, AttentionShape
+from swiftapex.figures.spec import KernelConfig
 from tests.cuda_double import cuda_modules
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
@@ -38,7 +42,11 @@ def cuda_on_host() -> Iterator[None]:
                 finish=gpu.stream.synchronize,
             )
 
-        with mock.patch.object(worker_module, "make_backends", make):
+        with (
+            mock.patch.object(worker_module, "make_backends", make),
+            mock.patch.object(figure_kernels, "make_backends", make),
+            mock.patch.object(torch.cuda, "_sleep"),
+        ):
             yield
 
 
@@ -50,3 +58,42 @@ def test_tokens_equal_the_oracles(name: str) -> None:
         policy, args = strategy(name, seed)
         run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
     assert tally.cpu_tokens > 0 and not tally.forgiven
+
+
+@pytest.mark.usefixtures("cuda_on_host")
+@pytest.mark.parametrize("measure", ["attention", "attention_parts", "linear"])
+def test_kernels_of_a_figure_are_measured(measure: Any) -> None:
+    config = KernelConfig(
+        measure=measure,
+        dtype="float32",
+        batches=(2,),
+        q_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        context=40,
+        pool_mib=1,
+        architecture="tiny",
+        seconds=0.01,
+    )
+    points = list(figure_kernels.measure_kernels(config))
+    xs = {"attention": [2, 2], "linear": [2], "attention_parts": ["all, fused"] * 2}
+    xs["attention_parts"] += ["QK", "softmax", "PV"] * 2
+    assert [point.x for point in points] == xs[measure]
+    assert all(number > 0 for point in points for number in point.values.values())
+
+
+def test_bytes_between_the_sides_are_counted() -> None:
+    with cuda_modules() as modules:
+        device = torch.device("cpu")
+        copies = modules["cuda_lane"].CudaCopies(device)
+        on_gpu, on_host = torch.zeros(4, 2, 2, 16, 32), torch.zeros(4, 2, 2, 16, 32)
+        copies.submit(on_gpu, (0, 2), on_host, (1, 3))
+        assert copies.link_bytes == 2 * (2 * 2 * 16 * 32) * 4
+        lane = modules["cuda_lane"].CudaCpuLane(cpu_threads(1), device)
+        shape = AttentionShape(4, 2, 32, 16)
+        table, lens = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+        table[:, 0] = torch.arange(3)
+        batch = AttentionBatch(3, (), table, lens, ())
+        lane.submit(0, on_host, batch, shape, torch.ones(3, 8, 32)).wait()
+        assert lane.link_bytes == 3 * (8 * 32 + 4 * 32) * 4  # Q, K, V there, O back
+        lane.close()

@@ -16,6 +16,7 @@ import pytest
 from swiftapex.config.load import RunPlan
 from swiftapex.config.schema import (
     EngineConfig,
+    GpuConfig,
     ModelSection,
     SloConfig,
     WindowConfig,
@@ -31,7 +32,9 @@ from swiftapex.report.metrics import DEFINITIONS, outputs_sha256, percentile, su
 from swiftapex.report.snapshots import Snapshot
 from swiftapex.report.table import duration, results_table
 from swiftapex.report.words import fastest, what_happened, why
-from swiftapex.workloads.replay import BusySpan, RequestOutcome, RunLog
+from swiftapex.workloads.energy import EnergyUse
+from swiftapex.workloads.meter import BusySpan
+from swiftapex.workloads.replay import RequestOutcome, RunLog
 
 START_S = 1000.0  # the engine's clock at the first arrival
 
@@ -253,7 +256,7 @@ def test_report_is_one_file_with_plots_samples_and_definitions(tmp_path: Path) -
     text = path.read_text(encoding="utf-8")
     parser = _Tags()
     parser.feed(text)
-    assert parser.tags.count("svg") == 5 + 2 * (4 + 1)
+    assert parser.tags.count("svg") == 6 + 2 * (4 + 1)
     assert parser.tags.count("figure") == 2
     assert "No picture of sequential, mine: none of the traced" in text
     assert "Asymmetric pipelining (NEO)" in text
@@ -270,6 +273,19 @@ def test_report_is_one_file_with_plots_samples_and_definitions(tmp_path: Path) -
 def test_report_without_results(tmp_path: Path) -> None:
     write_report(tmp_path / "r.html", "x", "", [], {"run": "broken"}, {}, "")
     assert "Run run failed: broken" in (tmp_path / "r.html").read_text()
+
+
+def test_report_marks_energy_of_a_larger_gpu(tmp_path: Path) -> None:
+    busy = BusyTimes(None, None)
+    span = BusySpan(0.0, busy, 5.0, busy, EnergyUse(1234.0, None))
+    small = result(log=replace(LOG, busy=span))
+    part = EngineConfig(gpu=GpuConfig(sm_count=8))
+    large = replace(small, plan=replace(small.plan, name="part", engine=part))
+    for runs, marked in (([small], False), ([small, large], True)):
+        write_report(tmp_path / "r.html", "x", "", runs, {}, {}, "")
+        text = (tmp_path / "r.html").read_text()
+        assert "<td>1234.0</td>" in text
+        assert ("* Of a large GPU" in text) is marked
 
 
 def test_samples_join_runs_with_equal_texts() -> None:

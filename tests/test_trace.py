@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftapex.core.trace import LANES, TraceRecorder
+from swiftapex.core.trace import GPU, LANES, TraceRecorder
 
 
 def record(total: int, size: int) -> tuple[TraceRecorder, int]:
@@ -103,3 +103,23 @@ def test_zero_iterations_record_nothing(tmp_path: Path) -> None:
 def test_a_trace_of_no_iterations_can_be_written(tmp_path: Path) -> None:
     TraceRecorder(5).write(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_recorder_that_restarts_forgets_and_records_from_there(tmp_path: Path) -> None:
+    trace = TraceRecorder(0)
+    for index in range(7):
+        trace.begin_iteration(index)
+        assert not trace.active
+    trace.restart(4)
+    for index in range(7, 10):
+        trace.begin_iteration(index)
+        trace.tag("sequential")
+        trace.span(GPU, "embed", 1.0 + index, 1.5 + index)
+    assert trace.recorded_iterations() == range(7, 10)
+    trace.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len([event for event in events if event["name"] == "embed"]) == 3
+    trace.restart(0)
+    assert not trace.active and trace.pipelines() == []
+    trace.begin_iteration(10)
+    assert not trace.active

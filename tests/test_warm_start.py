@@ -6,7 +6,7 @@ import pytest
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import WorkloadConfig
-from swiftapex.core.errors import RequestError
+from swiftapex.core.errors import ConfigError, RequestError
 from swiftapex.core.request import Placement
 from swiftapex.report.metrics import summarize
 from swiftapex.workloads.build import build_workload
@@ -53,6 +53,34 @@ def test_the_gpu_fills_first_and_what_does_not_fit_is_refused() -> None:
     while engine.has_work:
         engine.step()
     engine.close()
+
+
+def test_an_engine_goes_on_under_another_policy() -> None:
+    warm = WorkloadConfig(
+        kind="synthetic", num_requests=16, input_len=9, output_len=12, warm_start=True,
+        window={"warmup_s": 0.0, "measure_s": 0.02},
+    )  # fmt: skip
+    engine = small_engine("gqa-3", POOLS, "fixed:async_overlap", {}, late=3)
+    cut = replay(engine, build_workload(warm, seed=1, vocab_size=120), warm)
+    assert any(o.finish_reason == "unfinished" for o in cut.outcomes)
+    engine.reuse("neo")
+    stats = engine.stats()
+    assert stats.gpu_blocks_free == stats.gpu_blocks_total
+    assert stats.cpu_blocks_free == stats.cpu_blocks_total and stats.parked == 0
+
+    whole = warm.model_copy(update={"window": None, "warm_start": False})
+    items = build_workload(whole, seed=2, vocab_size=120)
+    log = replay(engine, items, whole)
+    assert {r.pipeline for r in log.iterations} <= {"asymmetric", "sequential"}
+    assert min(r.index for r in log.iterations) > max(r.index for r in cut.iterations)
+    with pytest.raises(ConfigError, match="another KV cache"):
+        engine.reuse("gpu_only")
+    engine.close()
+
+    fresh = small_engine("gqa-3", POOLS, "neo", {}, late=None)
+    expected = [o.output_ids for o in replay(fresh, items, whole).outcomes]
+    fresh.close()
+    assert [o.output_ids for o in log.outcomes] == expected
 
 
 def test_unwritten_kv_gets_memory_of_its_own_and_keeps_what_it_holds() -> None:

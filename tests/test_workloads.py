@@ -51,6 +51,23 @@ def test_a_request_does_not_depend_on_rate_count_or_output() -> None:
     assert len({item.sampling.seed for item in many}) == len(many)
 
 
+def test_a_workload_replayed_twice_sends_the_same_requests() -> None:
+    workload = synthetic(
+        input_len="livebench", output_len={"mean": 6, "spread": 0.5}, arrival="poisson", rate=200
+    )
+    sent = []
+    for step_s in (0.0, 0.003):  # engines of different speeds
+        engine = FakeEngine(step_s=step_s, max_model_len=4096, vocab_size=VOCAB)
+        log = replay(engine, build(workload, seed=7), workload)
+        requests = [(r.prompt_ids, r.sampling, r.arrival_s - log.start_s) for r in engine.added]
+        sent.append((requests, [o.output_ids for o in log.outcomes]))
+    (first, first_outputs), (second, second_outputs) = sent
+    assert len(first) == 20 and first_outputs == second_outputs
+    for (prompt, sampling, arrival_s), other in zip(first, second, strict=True):
+        assert (prompt, sampling) == other[:2]
+        assert arrival_s == pytest.approx(other[2], abs=1e-6)
+
+
 def test_random_ids_are_within_the_vocabulary_and_lengths_are_forced() -> None:
     for item in build(synthetic()):
         assert len(item.prompt) == 12
@@ -76,6 +93,10 @@ def test_poisson_arrivals_have_the_rate() -> None:
         ("azure_conv", "output", 211, 129, 424),
         ("azure_code", "input", 2048, 1469, 5194),
         ("azure_code", "output", 28, 13, 55),
+        ("livebench", "input", 440, 350, 833),
+        ("livebench", "output", 710, 600, 1274),
+        ("dolphin_r1", "input", 160, 120, 324),
+        ("dolphin_r1", "output", 1300, 1100, 2336),
     ],
 )
 def test_named_distributions_fit(name: Any, side: Any, mean: int, median: int, p90: int) -> None:

@@ -72,6 +72,7 @@ class CudaCpuLane:
         self._lane = CpuLane(threads)
         self._device = device
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self.link_bytes = 0  # of Q, K, V and O, that crossed or are about to
         self._free: dict[tuple[int, int, int, torch.dtype], list[_Slot]] = {}
         self._returning: deque[tuple[torch.cuda.Event, _Slot, LaneTicket[Tensor]]] = deque()
 
@@ -83,6 +84,7 @@ class CudaCpuLane:
         rows = batch.num_decodes
         slot = self._take_slot(rows, shape, qkv.dtype)
         row_bytes = qkv[0].nbytes
+        self.link_bytes += rows * (row_bytes + slot.out[0].nbytes)
         kernels.gather_rows(
             qkv.data_ptr(),
             slot.qkv.data_ptr(),
@@ -184,6 +186,7 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self.link_bytes = 0  # of KV, that crossed or are about to
         self._ids: deque[tuple[Sequence[int], Sequence[int], Tensor]] = deque(maxlen=8)
 
     def submit(
@@ -195,6 +198,8 @@ class CudaCopies:
     ) -> CudaCopyTicket:
         """source and target [blocks, kv_heads, 2, block_size, head_dim], dense. Block
         source_blocks[i] goes to target_blocks[i]."""
+        host = source if source.is_cpu else target
+        self.link_bytes += len(source_blocks) * host[0].nbytes
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             if source.dtype is target.dtype:

@@ -23,6 +23,7 @@ from swiftapex.config.schema import (
     EngineConfig,
     ExperimentConfig,
     ModelSection,
+    PeerConfig,
     Section,
     WorkloadConfig,
 )
@@ -47,13 +48,16 @@ class RunPlan:
     workload: WorkloadConfig
     seed: int
     sweep: Mapping[str, Any] = field(default_factory=dict)
+    peer: PeerConfig | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for files."""
         plain = {name: getattr(self, name) for name in ("name", "policy", "seed")}
         sections = {name: getattr(self, name) for name in ("model", "engine", "workload")}
         plain |= {name: section.model_dump(mode="json") for name, section in sections.items()}
-        return plain | {"policy_args": dict(self.policy_args), "sweep": dict(self.sweep)}
+        peer = None if self.peer is None else self.peer.model_dump(mode="json")
+        plain |= {"policy_args": dict(self.policy_args), "sweep": dict(self.sweep)}
+        return plain if peer is None else plain | {"peer": peer}
 
 
 @dataclass(frozen=True)
@@ -88,21 +92,27 @@ def load_experiment(path: Path | str, assignments: Sequence[str] = ()) -> Experi
     are not looked up here.
     """
     path = Path(path)
-    data = _read(path)
+    data = read_mapping(path)
     try:
         for assignment in assignments:
             key, value = parse_assignment(assignment)
             data = with_value(data, key, value)
-        data = _with_paths(data, path.parent)
-        combined, runs = _expand(data, str(path))
+        return expand_experiment(data, path)
     except ConfigError as error:
         message = str(error) if str(path) in str(error) else f"{path}: {error}"
         put_over = " ".join(f"--set {assignment}" for assignment in assignments)
         raise ConfigError(f"{message}\n(with {put_over})" if put_over else message) from error
+
+
+def expand_experiment(data: Mapping[str, Any], path: Path) -> Experiment:
+    """The experiment that `data` describes. `path`: the file that it came from, to whose folder
+    its paths are relative."""
+    combined, runs = _expand(_with_paths(data, path.parent), str(path))
     return Experiment(path, combined, tuple(runs))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file with a mapping at its top. ConfigError where it is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -185,6 +195,7 @@ def _plan(
         workload=config.workload,
         seed=config.seed,
         sweep=sweep,
+        peer=run.peer,
     )
 
 

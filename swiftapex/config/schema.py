@@ -132,15 +132,32 @@ class LengthRange(Section):
     spread: float = Field(default=0.0, ge=0, le=1)
 
 
-Distribution = Literal["osc", "azure_conv", "azure_code"]
+Distribution = Literal["osc", "azure_conv", "azure_code", "livebench", "dolphin_r1"]
 Length = PositiveInt | LengthRange | Distribution
 
 
 class WindowConfig(Section):
-    """Measure from `warmup_s` after the first arrival, for `measure_s` seconds."""
+    """What is measured: either `measure_s` seconds from `warmup_s` after the first arrival, and the
+    run ends there; or the `middle` share of the requests in order of their ends, with those before
+    them as warm-up and those after them as cool-down (NEO's artifact: 0.4)."""
 
     warmup_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    measure_s: PositiveFloat
+    measure_s: PositiveFloat | None = None
+    middle: float | None = Field(default=None, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> WindowConfig:
+        if (self.measure_s is None) == (self.middle is None):
+            raise ValueError("expected either measure_s or middle")
+        if self.middle is not None and self.warmup_s:
+            raise ValueError("warmup_s belongs to measure_s, not to middle")
+        return self
+
+    def middle_requests(self, num_requests: int) -> tuple[int, int]:
+        """How many requests have ended when a `middle` window begins, and when it ends."""
+        assert self.middle is not None
+        first = round(num_requests * (1 - self.middle) / 2)
+        return first, num_requests - first
 
 
 class SloConfig(Section):
@@ -152,6 +169,9 @@ class SloConfig(Section):
 
 class WorkloadConfig(Section):
     """The requests. Every run of an experiment gets the same ones.
+
+    A seed and these settings fix every request, whatever run it is in. Named lengths are described
+    in `workloads/lengths.py`.
 
     kind prompts: `path` is a JSONL file (relative to the experiment file), `num_requests` repeats
     or cuts it. synthetic: random token ids of `input_len`. trace: random token ids with the
@@ -211,8 +231,39 @@ class TraceConfig(Section):
     iterations: Count = 50
 
 
+class PeerConfig(Section):
+    """Another engine that gets the same requests. `url`: of an OpenAI-compatible server, up to and
+    with /v1. `command`: starts that server, which is ended afterwards (`start_s`: patience until it
+    answers); without `url` it serves the workload itself, see `peers/command.py`.
+
+    `model`: its name there (null: the first that the server lists). `extra`: put into every
+    request; `ignore_eos` is vLLM's word for forced lengths. `timeout_s`: without any answer.
+    """
+
+    url: str | None = None
+    command: tuple[str, ...] | None = Field(default=None, min_length=1)
+    model: str | None = None
+    extra: Mapping[str, Any] = Field(default_factory=lambda: {"ignore_eos": True})
+    start_s: PositiveFloat = 600.0
+    timeout_s: PositiveFloat = 600.0
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _words(cls, command: Any) -> Any:
+        return tuple(command) if isinstance(command, list) else command
+
+    @model_validator(mode="after")
+    def _reachable(self) -> PeerConfig:
+        if self.url is None and self.command is None:
+            raise ValueError("expected url, command or both")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError("expected a url such as http://127.0.0.1:8000/v1")
+        return self
+
+
 class RunConfig(Section):
-    """One strategy to measure. `pipeline: X` is short for `policy: fixed:X`.
+    """One strategy to measure. `pipeline: X` is short for `policy: fixed:X`. `peer`: another engine
+    in its place.
 
     `engine` holds overrides of the experiment's engine section for this run only.
     """
@@ -220,18 +271,21 @@ class RunConfig(Section):
     name: FileName
     policy: str | None = None
     pipeline: str | None = None
+    peer: PeerConfig | None = None
     policy_args: Mapping[str, Any] = Field(default_factory=dict)
     engine: Mapping[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_strategy(self) -> RunConfig:
-        if (self.policy is None) == (self.pipeline is None):
-            raise ValueError("expected either policy or pipeline")
+        if sum(given is not None for given in (self.policy, self.pipeline, self.peer)) != 1:
+            raise ValueError("expected either policy or pipeline, or a peer")
         return self
 
     @property
     def policy_name(self) -> str:
-        """The policy to construct: `policy`, or `fixed:<pipeline>`."""
+        """The policy to construct: `policy`, or `fixed:<pipeline>`; of a peer only a word."""
+        if self.peer is not None:
+            return "peer"
         return self.policy if self.policy is not None else f"fixed:{self.pipeline}"
 
 

@@ -32,7 +32,9 @@ class IterationRecord:
 
 @dataclass(frozen=True, slots=True)
 class BusyTimes:
-    """Seconds since the start in which each side computed; None where that is not measured."""
+    """Since the start, seconds in which each side computed and bytes that went between them; None
+    where that is not measured."""
 
     gpu_s: float | None  # stages and attention on the GPU side
     cpu_s: float | None  # attention tasks on the CPU side
+    link_bytes: int | None = None  # hand-offs and copies of KV, to and from a GPU's memory

@@ -52,11 +52,21 @@ class TraceRecorder:
         self.active = False
         self._size = iterations
         self._total = 0  # iterations begun
+        self._first = 0  # iteration of this recorder
         self._window_start = 0
         self._began_s: dict[int, float] = {}  # recorded iterations, in order
         self._spans: dict[int, list[Span]] = {}
         self._pipelines: dict[int, str] = {}
         self._current: list[Span] = []
+
+    def restart(self, iterations: int) -> None:
+        """Forgets what was recorded, and from the next iteration on is a new recorder of windows of
+        so many iterations (0: records nothing)."""
+        self.active = False
+        self._size = iterations
+        self._first = self._window_start = self._total
+        for table in (self._began_s, self._spans, self._pipelines):
+            table.clear()
 
     def begin_iteration(self, index: int) -> None:
         """Call at the start of iteration `index` (0, 1, 2, ...)."""
@@ -118,7 +128,7 @@ class TraceRecorder:
         if starts:
             start = min(starts, key=lambda index: abs(index - target))
             return range(start, start + self._size)
-        return range(min(self._total, self._size))
+        return range(self._first, min(self._total, self._first + self._size))
 
     def write(self, path: Path | str) -> None:
         """Writes the Chrome trace; times count from the first written iteration, in µs."""

@@ -201,6 +201,25 @@ class Engine:
             self._drain()
             return changed
 
+    def reuse(self, policy: str, policy_args: Mapping[str, Any] | None = None) -> None:
+        """Aborts what is open and goes on under another policy, as a new engine would, with the
+        weights and the KV memory that are there. ConfigError where only one of the two policies
+        uses a CPU side: an engine without one has more of the GPU's blocks."""
+        chosen = make_policy(policy, policy_args)
+        with self._lock:
+            self._check_alive()
+            if chosen.uses_cpu != self._policy.uses_cpu:
+                raise ConfigError(
+                    f"policy {policy}: this engine has another KV cache than it needs"
+                )
+            self._collect()
+            for request in list(self._live.values()):
+                self._end(request, FinishReason.ABORT)
+            self._drain()
+            self._changed = []
+            self._policy = chosen
+            self._cost_model = self._make_cost_model(chosen.uses_cpu)
+
     def step_for(self, request: Request, seen: int) -> None:
         """Runs one iteration, unless the request has ended or has more than `seen` tokens by then
         because another thread ran one."""

@@ -203,13 +203,18 @@ def decision_bytes(size: int) -> int:
 
 
 def mean_busy(times: list[BusyTimes]) -> BusyTimes:
-    """On average over the ranks; None where one did not measure it."""
+    """On average over the ranks, bytes in all; None where one did not measure it."""
 
     def mean(values: list[float | None]) -> float | None:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if len(known) == len(values) else None
 
-    return BusyTimes(mean([t.gpu_s for t in times]), mean([t.cpu_s for t in times]))
+    crossed = [t.link_bytes for t in times if t.link_bytes is not None]
+    return BusyTimes(
+        mean([t.gpu_s for t in times]),
+        mean([t.cpu_s for t in times]),
+        sum(crossed) if len(crossed) == len(times) else None,
+    )
 
 
 def _failure(error: Exception) -> Failure:

@@ -39,7 +39,13 @@ class RunResult:
             "policy": self.plan.policy,
             "sweep": dict(self.plan.sweep),
             "interrupted": self.log.interrupted,
-            **summarize(self.log, workload.window, workload.slo),
+            **summarize(
+                self.log,
+                workload.window,
+                workload.slo,
+                (self.gpu_blocks, self.cpu_blocks),
+                self.plan.engine.gpu,
+            ),
         }
 
 
@@ -73,7 +79,7 @@ def write_summary(
     runs = [result.summary() for result in results]
     failed = [{"folder": run, "error": error} for run, error in failures.items()]
     write_json(folder / "summary.json", {"name": name, "runs": runs, "failed_runs": failed})
-    rows = [_flat(run) for run in runs]
+    rows = [flat(run) for run in runs]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     with (folder / "summary.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
@@ -93,7 +99,7 @@ def _request_line(outcome: RequestOutcome) -> dict[str, Any]:
         "finish_reason": outcome.finish_reason,
         "error": outcome.error,
         "prompt_tokens": outcome.prompt_len,
-        "output_tokens": len(outcome.output_ids),
+        "output_tokens": outcome.num_output,
         "arrival_s": round(outcome.arrival_s, 6),
         "ttft_ms": ttft_ms(outcome) if has_tokens else None,
         "tpot_ms": tpot_ms(outcome) if has_tokens else None,
@@ -117,12 +123,12 @@ def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as `outer.inner` columns."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, inner in value.items():
         if isinstance(inner, Mapping):
-            flat |= _flat(inner, f"{prefix}{key}.")
+            found |= flat(inner, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = inner
-    return flat
+            found[prefix + key] = inner
+    return found

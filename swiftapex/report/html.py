@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ _SAMPLES = 4
 _DETAILED_RUNS = 12  # runs with plots of their own; a large sweep has more runs than that
 
 
+@dataclass(frozen=True)
+class FigureSection:
+    """A paper's figure, at the top of a report. Tables are rows of texts, the first a header."""
+
+    source: str
+    about: str
+    notes: Sequence[str]
+    svg: str
+    points_title: str
+    points: Sequence[Sequence[str]]
+    paper_against_measured: Sequence[Sequence[str]]
+
+
 def write_report(
     path: Path,
     name: str,
@@ -27,9 +41,13 @@ def write_report(
     failures: Mapping[str, str],
     environment: Mapping[str, Any],
     config_text: str,
+    figure: FigureSection | None = None,
+    detailed: Sequence[RunResult] | None = None,
 ) -> None:
-    """`failures`: run folder -> why it has no result. `config_text`: the resolved YAML."""
+    """`failures`: run folder -> why it has no result. `config_text`: the resolved YAML.
+    `detailed`: runs with plots of their own (None: the first ones)."""
     runs = [result.summary() for result in results]
+    detailed = results[:_DETAILED_RUNS] if detailed is None else detailed
     loader = jinja2.PackageLoader("swiftapex.report", ".")
     templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     templates.filters |= {
@@ -41,12 +59,13 @@ def write_report(
     text = templates.get_template("report.html.jinja").render(
         name=name,
         description=description,
+        figure=figure,
         runs=runs,
         failures=failures,
         summary_plots=_summary_plots(runs, results) if runs else [],
         verdicts=[sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence],
-        details=[_details(result) for result in results[:_DETAILED_RUNS]],
-        hidden_runs=max(0, len(results) - _DETAILED_RUNS),
+        details=[_details(result) for result in detailed],
+        hidden_runs=len(results) - len(detailed),
         samples=samples(results[:_DETAILED_RUNS]),
         definitions=DEFINITIONS,
         environment=environment,
@@ -76,13 +95,18 @@ def samples(results: Sequence[RunResult]) -> list[tuple[str, list[tuple[str, str
 def _summary_plots(
     runs: Sequence[Mapping[str, Any]], results: Sequence[RunResult]
 ) -> list[tuple[str, str]]:
-    return [
+    found = [
         ("Throughput", plots.throughput(runs)),
         ("Pipelines used", plots.pipelines_used(runs)),
-        ("Time to first token (TTFT)", plots.latency(runs, "ttft_ms", "TTFT")),
-        ("Time per further token (TPOT)", plots.latency(runs, "tpot_ms", "TPOT")),
-        ("Tokens over time", plots.tokens_over_time(results[:_DETAILED_RUNS])),
     ]
+    for metric, title, short in (
+        ("ttft_ms", "Time to first token (TTFT)", "TTFT"),
+        ("tpot_ms", "Time per further token (TPOT)", "TPOT"),
+        ("itl_ms", "Time between tokens", "inter-token latency"),
+    ):
+        if any(run[metric]["p50"] is not None for run in runs):
+            found.append((title, plots.latency(runs, metric, short)))
+    return [*found, ("Tokens over time", plots.tokens_over_time(results[:_DETAILED_RUNS]))]
 
 
 def _details(result: RunResult) -> dict[str, Any]:

@@ -6,14 +6,16 @@ What cannot be measured is None (null in the file), never 0.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from swiftapex.config.schema import SloConfig, WindowConfig
+from swiftapex.config.schema import GpuConfig, SloConfig, WindowConfig
 from swiftapex.core.records import IterationRecord
-from swiftapex.workloads.replay import BusySpan, RequestOutcome, RunLog
+from swiftapex.report import usage
+from swiftapex.workloads.replay import RequestOutcome, RunLog
 
 PIPELINE_NAMES = ("sequential", "asymmetric", "async_overlap", "symmetric")
 
@@ -22,21 +24,35 @@ DEFINITIONS: Mapping[str, str] = {
     "num_failed": "requests that ended with an error or were refused; excluded from all below",
     "num_unfinished": "requests still open when the window or the run was ended",
     "output_tokens": "output tokens of completed requests; with a window, all tokens in it",
-    "duration_s": "from the first arrival to the last completion; with a window, its length",
+    "duration_s": "from the first arrival to the last completion; with a window, its length. A "
+    "window of the middle share m lasts from when N (1 - m) / 2 of the N requests that complete "
+    "have done so until N (1 + m) / 2 have",
     "output_tokens_per_s": "output_tokens / duration_s",
     "requests_per_s": "completed requests / duration_s",
     "ttft_ms": "time from a request's arrival to its first token",
     "tpot_ms": "(e2e - ttft) / (output tokens - 1), for requests with at least 2 output tokens",
+    "itl_ms": "inter-token latency: time from one token of a request to its next; over tokens of "
+    "completed requests, with a window over all in it",
     "e2e_ms": "time from a request's arrival to its last token",
-    "per_token_latency_ms": "e2e / output tokens",
+    "per_token_latency_ms": "e2e / output tokens, as the APEX paper divides it",
     "per_token_latency_neo_ms": "e2e / (input + output tokens), as the NEO paper defines it",
     "strategy_share": "share of iterations that each pipeline ran",
     "gpu_busy": "time in which the GPU side computed (layer math, attention) / wall time",
     "cpu_busy": "time in which the CPU side's threads computed attention / wall time; null without "
     "a CPU side",
-    "cpu_token_share": "decodes with their KV on the CPU side / all decodes",
+    "cpu_token_share": "offload share: decodes with their KV on the CPU side / all decodes",
+    "kv_use": "KV blocks that requests own / all blocks of that side: mean over time, and most",
+    "kv_offload_share": "owned KV blocks of the CPU side / owned KV blocks, means over time",
+    "pcie_gb_per_s": "bytes between GPU and host memory, both ways (queries, keys, values and "
+    "results of CPU decodes; copies of KV), in 1e9 bytes per s of wall time; null without a GPU",
+    "energy_j": "energy of the whole GPU (NVML) and of processors with their memory (RAPL) in the "
+    "measured time, idle power included; null where this machine does not tell",
+    "tokens_per_j": "output tokens / energy_j; both: over the sum, where both are known",
+    "energy_comparable": "false where a part of a larger GPU stands for a small one: its energy is "
+    "that of the larger one",
     "prediction_error_p50": "median of |predicted - measured| / measured time of an iteration",
     "slo_attainment": "share of completed requests within all limits of the workload's slo",
+    "goodput_requests_per_s": "completed requests per s that are within all limits of the slo",
     "outputs_sha256": "SHA-256 over the output ids of all requests in order, each id as 4 bytes "
     "(little-endian), -1 after each request: equal hashes mean equal tokens",
     "mean, p50, p90, p99": "over completed requests (with a window: completed in it) that were not "
@@ -45,33 +61,58 @@ DEFINITIONS: Mapping[str, str] = {
 
 
 def summarize(
-    log: RunLog, window: WindowConfig | None = None, slo: SloConfig | None = None
+    log: RunLog,
+    window: WindowConfig | None = None,
+    slo: SloConfig | None = None,
+    blocks: tuple[int, int] | None = None,
+    gpu: GpuConfig | None = None,
 ) -> dict[str, Any]:
-    """The measured fields of one run, in the order of `DEFINITIONS`."""
+    """The measured fields of one run, in the order of `DEFINITIONS`. `blocks`: KV blocks of the GPU
+    and of the CPU side; `gpu`: the caps that it ran under."""
     completed = [outcome for outcome in log.outcomes if outcome.completed]
     iterations: Sequence[IterationRecord] = log.iterations
-    if window is not None:
-        begin, end = window.warmup_s, window.warmup_s + window.measure_s
-        completed = [o for o in completed if begin <= o.token_times_s[-1] < end]
-        iterations = [i for i in iterations if begin <= i.start_s - log.start_s < end]
-    tokens, duration = _tokens_and_duration(log, completed, window)
+    span = None if window is None else window_span(log, window)
+    if span is not None:
+        completed = [o for o in completed if span[0] <= o.token_times_s[-1] < span[1]]
+        iterations = [i for i in iterations if span[0] <= i.start_s - log.start_s < span[1]]
+    tokens, duration = _tokens_and_duration(log, completed, span)
     unfinished = any(not o.completed and not o.failed for o in log.outcomes)
+    unknown = any(o.completed and not o.output_ids for o in log.outcomes)
+    rate = _ratio(tokens, duration)
+    requests_per_s = _ratio(len(completed), duration)
     return {
         "num_requests": len(log.outcomes),
         "num_failed": sum(outcome.failed for outcome in log.outcomes),
         "num_unfinished": sum(not o.completed and not o.failed for o in log.outcomes),
         "output_tokens": tokens,
         "duration_s": duration,
-        "output_tokens_per_s": _ratio(tokens, duration),
-        "requests_per_s": _ratio(len(completed), duration),
+        "output_tokens_per_s": rate,
+        "requests_per_s": requests_per_s,
         **_latencies(completed),
+        "itl_ms": statistics(_gaps_ms(log, completed, span)),
         "strategy_share": strategy_share(iterations),
-        **busy_shares(log.busy),
+        **usage.busy_shares(log.busy),
         "cpu_token_share": cpu_token_share(iterations),
+        "kv_use": usage.kv_use(iterations, blocks),
+        "kv_offload_share": usage.kv_offload_share(iterations, blocks),
+        "pcie_gb_per_s": usage.pcie_gb_per_s(log.busy),
+        **usage.energy(log.busy, gpu, rate),
         "prediction_error_p50": prediction_error(iterations),
         "slo_attainment": None if slo is None else _slo_attainment(completed, slo),
-        "outputs_sha256": None if unfinished else outputs_sha256(log.outcomes),
+        "goodput_requests_per_s": _goodput(completed, slo, duration),
+        "outputs_sha256": None if unfinished or unknown else outputs_sha256(log.outcomes),
     }
+
+
+def window_span(log: RunLog, window: WindowConfig) -> tuple[float, float]:
+    """When the window begins and ends, in seconds since the first arrival: begin <= t < end."""
+    if window.measure_s is not None:
+        return window.warmup_s, window.warmup_s + window.measure_s
+    ends = sorted(o.token_times_s[-1] for o in log.outcomes if o.completed)
+    first, last = window.middle_requests(len(ends))
+    # What ended with the last request before the window is not in it, its own last token is.
+    begin, end = (math.nextafter(ends[n - 1], math.inf) if n else 0.0 for n in (first, last))
+    return begin, end
 
 
 def ttft_ms(outcome: RequestOutcome) -> float:
@@ -86,8 +127,16 @@ def e2e_ms(outcome: RequestOutcome) -> float:
 
 def tpot_ms(outcome: RequestOutcome) -> float | None:
     """None for fewer than two tokens."""
-    count = len(outcome.output_ids)
+    count = outcome.num_output
     return (e2e_ms(outcome) - ttft_ms(outcome)) / (count - 1) if count >= 2 else None
+
+
+def field(summary: Mapping[str, Any], name: str) -> float | None:
+    """The field `name` (`ttft_ms.p50`) of a run's summary; None where it was not measured."""
+    found: Any = summary
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return None if found is None else float(found)
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -106,22 +155,6 @@ def statistics(values: Iterable[float | None]) -> dict[str, float | None]:
     present = [value for value in values if value is not None]
     mean = sum(present) / len(present) if present else None
     return {"mean": mean} | {f"p{p}": percentile(present, p) for p in (50, 90, 99)}
-
-
-def busy_shares(span: BusySpan | None) -> dict[str, float | None]:
-    """Shares of a run's time in which its sides computed; None for a side not measured."""
-    if span is None:
-        return {"gpu_busy": None, "cpu_busy": None}
-
-    def share(begin_s: float | None, end_s: float | None) -> float | None:
-        if begin_s is None or end_s is None:
-            return None
-        return _ratio(end_s - begin_s, span.end_s - span.begin_s)
-
-    return {
-        "gpu_busy": share(span.begin.gpu_s, span.end.gpu_s),
-        "cpu_busy": share(span.begin.cpu_s, span.end.cpu_s),
-    }
 
 
 def strategy_share(iterations: Sequence[IterationRecord]) -> dict[str, float] | None:
@@ -160,14 +193,14 @@ def outputs_sha256(outcomes: Iterable[RequestOutcome]) -> str:
 
 
 def _tokens_and_duration(
-    log: RunLog, completed: Sequence[RequestOutcome], window: WindowConfig | None
+    log: RunLog, completed: Sequence[RequestOutcome], span: tuple[float, float] | None
 ) -> tuple[int, float | None]:
-    if window is None:
+    if span is None:
         tokens = sum(len(outcome.token_times_s) for outcome in completed)
         first = min((outcome.arrival_s for outcome in log.outcomes), default=0.0)
         last = max((outcome.token_times_s[-1] for outcome in completed), default=None)
         return tokens, None if last is None else last - first
-    begin, end = window.warmup_s, window.warmup_s + window.measure_s
+    begin, end = span
     times = [t for o in log.outcomes if not o.failed for t in o.token_times_s if begin <= t < end]
     # A run that ended inside its window is measured up to its last token.
     still_open = any(not o.completed and not o.failed for o in log.outcomes)
@@ -175,10 +208,24 @@ def _tokens_and_duration(
     return len(times), finish - begin if finish > begin else None
 
 
+def _gaps_ms(
+    log: RunLog, completed: Sequence[RequestOutcome], span: tuple[float, float] | None
+) -> list[float]:
+    """Between consecutive tokens; those whose later token is in the span, if there is one."""
+    counted = completed if span is None else [o for o in log.outcomes if not o.failed]
+    begin, end = (-math.inf, math.inf) if span is None else span
+    return [
+        (later - sooner) * 1e3
+        for outcome in counted
+        for sooner, later in itertools.pairwise(outcome.token_times_s)
+        if begin <= later < end
+    ]
+
+
 def _latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, float | None]]:
-    completed = [outcome for outcome in outcomes if outcome.progress == 0]
-    per_token = [e2e_ms(o) / len(o.output_ids) for o in completed]
-    per_token_neo = [e2e_ms(o) / (o.prompt_len + len(o.output_ids)) for o in completed]
+    completed = _whole(outcomes)
+    per_token = [e2e_ms(o) / o.num_output for o in completed]
+    per_token_neo = [e2e_ms(o) / (o.prompt_len + o.num_output) for o in completed]
     return {
         "ttft_ms": statistics(map(ttft_ms, completed)),
         "tpot_ms": statistics(map(tpot_ms, completed)),
@@ -188,14 +235,28 @@ def _latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, float 
     }
 
 
-def _slo_attainment(completed: Sequence[RequestOutcome], slo: SloConfig) -> float | None:
-    def keeps(outcome: RequestOutcome) -> bool:
-        tpot = tpot_ms(outcome)
-        in_ttft = slo.ttft_ms is None or ttft_ms(outcome) <= slo.ttft_ms
-        return in_ttft and (slo.tpot_ms is None or tpot is None or tpot <= slo.tpot_ms)
+def _whole(outcomes: Sequence[RequestOutcome]) -> list[RequestOutcome]:
+    """Those that were not in progress when the run began."""
+    return [outcome for outcome in outcomes if outcome.progress == 0]
 
-    whole = [outcome for outcome in completed if outcome.progress == 0]
-    return _ratio(sum(map(keeps, whole)), len(whole))
+
+def _keeps(outcome: RequestOutcome, slo: SloConfig) -> bool:
+    tpot = tpot_ms(outcome)
+    in_ttft = slo.ttft_ms is None or ttft_ms(outcome) <= slo.ttft_ms
+    return in_ttft and (slo.tpot_ms is None or tpot is None or tpot <= slo.tpot_ms)
+
+
+def _slo_attainment(completed: Sequence[RequestOutcome], slo: SloConfig) -> float | None:
+    whole = _whole(completed)
+    return _ratio(sum(_keeps(outcome, slo) for outcome in whole), len(whole))
+
+
+def _goodput(
+    completed: Sequence[RequestOutcome], slo: SloConfig | None, duration: float | None
+) -> float | None:
+    if slo is None:
+        return None
+    return _ratio(sum(_keeps(outcome, slo) for outcome in _whole(completed)), duration)
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

@@ -15,14 +15,12 @@ _HEADER = (
     "then a token every",
     "CPU share",
 )
+_NUMERIC = "0123456789+-."
 
 
 def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """One line per run of `summary.json`, and what the columns mean."""
-    rows = [_HEADER, *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines = [text_table([_HEADER, *(_row(run) for run in runs)])]
     lines += [
         "",
         "Times are medians over the completed requests of a run. CPU share: decoded tokens whose",
@@ -30,6 +28,20 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
     ]
     verdicts = [sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence]
     return "\n".join([*lines, *([""] if verdicts else []), *verdicts])
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side, numbers to the right; the first row a header with a line under it."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_number = [all(cell[:1] in _NUMERIC for cell in column[1:]) for column in columns]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, is_number, strict=True)
+        padded = (cell.rjust(w) if right else cell.ljust(w) for cell, w, right in cells)
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
 
 
 def duration(milliseconds: float | None) -> str:
@@ -53,9 +65,3 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         duration(run["tpot_ms"]["p50"]),
         "-" if share is None else f"{share:.0%}",
     )
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """The first column to the left, numbers to the right."""
-    first, *rest = zip(row, widths, strict=True)
-    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]

@@ -155,12 +155,15 @@ class Worker:
         self._store.touch()
 
     def busy(self) -> BusyTimes:
-        """Seconds of computing so far. The GPU side is only timed while there is a trace, and where
-        that does not slow it down."""
-        lane = self._backends.cpu_attention
+        """Seconds of computing and bytes between the sides so far. The GPU side is only timed while
+        there is a trace, and where that does not slow it down."""
+        lane, copies = self._backends.cpu_attention, self._backends.copies
+        crossed = [getattr(part, "link_bytes", None) for part in (lane, copies)]
+        counted = [count for count in crossed if count is not None]
         return BusyTimes(
             None if self._tracer is None or self.runs_ahead else self._tracer.gpu_s,
             getattr(lane, "busy_s", None),
+            sum(counted) if counted else None,
         )
 
     def close(self) -> None:

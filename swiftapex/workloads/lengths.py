@@ -3,8 +3,16 @@
 The named distributions are piecewise linear fits, by quantiles, to the lengths in
 - osc: OpenAI's summarize-from-feedback comparisons, as the NEO artifact (MLSys'25) uses them;
 - azure_conv, azure_code: the Azure LLM inference traces of 2023 (Patel et al., ISCA'24).
-Mean, median and 90th percentile agree with the originals within 5 %. Prompt and output lengths
-are drawn independently of each other.
+Mean, median and 90th percentile agree with the originals within 5 %.
+
+Two more stand for reasoning workloads of APEX's evaluation, short prompts and long outputs. They
+are NOT fitted to those data sets: their quantiles are assumptions, log-normal but for the cut at
+the end, so that prompt and output together fit Llama-2's 4096 tokens:
+- livebench: questions of some hundred tokens (median 350), answers with a medium-length chain of
+  thought (median 600, a spread of 1.8 per standard deviation);
+- dolphin_r1: short questions (median 120), chains of thought as of DeepSeek-R1 (median 1100).
+
+Prompt and output lengths are drawn independently of each other.
 """
 
 from __future__ import annotations
@@ -23,6 +31,10 @@ _FITS = {
     ("azure_conv", "output"): (7, 41, 85, 129, 370, 424, 451, 601, 1000),
     ("azure_code", "input"): (3, 75, 500, 1469, 2600, 5194, 7302, 7436, 7437),
     ("azure_code", "output"): (6, 6, 9, 13, 24, 55, 90, 200, 600),
+    ("livebench", "input"): (60, 115, 222, 350, 552, 833, 1066, 1500, 1600),
+    ("livebench", "output"): (60, 228, 404, 600, 892, 1274, 1578, 2100, 2400),
+    ("dolphin_r1", "input"): (15, 34, 71, 120, 202, 324, 427, 600, 640),
+    ("dolphin_r1", "output"): (150, 418, 740, 1100, 1635, 2336, 2893, 3300, 3400),
 }
 
 

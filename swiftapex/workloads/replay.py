@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from swiftapex.config.schema import WorkloadConfig
+from swiftapex.config.schema import WindowConfig, WorkloadConfig
 from swiftapex.core.errors import EngineError, RequestError
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import FinishReason, Request, SamplingParams
 from swiftapex.workloads.build import WorkItem
+from swiftapex.workloads.energy import EnergyMeter
+from swiftapex.workloads.meter import BusySpan, RunMeter
 
 _COMPLETED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
@@ -21,15 +25,20 @@ class TextTokenizer(Protocol):
     def encode(self, text: str, chat: bool = False) -> Sequence[int]: ...
 
 
-class ServingEngine(Protocol):
-    """What a replay needs of an engine."""
-
-    iterations: list[IterationRecord]
+class Front(Protocol):
+    """What requests are prepared for."""
 
     @property
     def tokenizer(self) -> TextTokenizer | None: ...
     @property
     def max_model_len(self) -> int: ...
+
+
+class ServingEngine(Front, Protocol):
+    """What a replay needs of an engine."""
+
+    iterations: list[IterationRecord]
+
     @property
     def has_work(self) -> bool: ...
     def add_request(
@@ -65,22 +74,17 @@ class RequestOutcome:
     progress: int = 0  # of `output_ids`: made up before the run, without times
 
     @property
+    def num_output(self) -> int:
+        """Output tokens. Of another engine the ids may be unknown, and `output_ids` empty."""
+        return self.progress + len(self.token_times_s)
+
+    @property
     def completed(self) -> bool:
         return self.finish_reason in _COMPLETED
 
     @property
     def failed(self) -> bool:
         return self.finish_reason == FinishReason.ERROR.value
-
-
-@dataclass(frozen=True, slots=True)
-class BusySpan:
-    """What the sides had computed at two moments, in seconds since the run's first arrival."""
-
-    begin_s: float
-    begin: BusyTimes
-    end_s: float
-    end: BusyTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +107,9 @@ class Progress:
     output_tokens: int
 
 
-class _BusyMeter:
-    """Reads the engine's busy times where the measured part of a run begins and ends."""
-
-    def __init__(self, engine: ServingEngine, warmup_s: float) -> None:
-        self._engine = engine
-        self._warmup_s = warmup_s
-        self._begin: tuple[float, BusyTimes] | None = None
-
-    def pass_time(self, now_s: float) -> None:
-        """Call before every iteration."""
-        if self._begin is None and now_s >= self._warmup_s:
-            self._begin = (now_s, self._engine.busy())
-
-    def read(self, now_s: float) -> BusySpan | None:
-        """None where the run ended before it was to be measured."""
-        return None if self._begin is None else BusySpan(*self._begin, now_s, self._engine.busy())
-
-
 @dataclass
-class _Sent:
-    """A request on its way: refused (`error`), or with the engine (`request`)."""
+class Sent:
+    """A request as it is sent, on its way: refused (`error`), or with the engine (`request`)."""
 
     item: WorkItem
     prompt_ids: tuple[int, ...] = ()
@@ -137,29 +123,33 @@ def replay(
     items: Sequence[WorkItem],
     workload: WorkloadConfig,
     report: Callable[[Progress], None] = lambda progress: None,
+    energy: EnergyMeter | None = None,
 ) -> RunLog:
     """Runs `items` to their end, or to the end of the workload's window.
 
-    Prompts are tokenized before the first arrival, so that this does not disturb the times. An
-    engine that fails and Ctrl-C end the run early; the log says so, and keeps what finished.
+    Prompts are tokenized, and requests in progress put in place, before the first arrival, so that
+    this does not disturb the times. An engine that fails and Ctrl-C end the run early; the log says
+    so, and keeps what finished. `energy` (None: one without GPUs) is read beside the engine.
     """
-    sent = [_prepare(engine, item, workload) for item in items]
-    window = workload.window
-    limit_s = None if window is None else window.warmup_s + window.measure_s
-    meter = _BusyMeter(engine, 0.0 if window is None else window.warmup_s)
-    start_s, interrupted, error = time.perf_counter(), False, None
+    sent = [prepare(engine, item, workload) for item in items]
+    first = len(engine.iterations)
+    meter = RunMeter(engine, energy or EnergyMeter(0), workload.window, len(sent))
+    interrupted, error = False, None
+    for entry in sent:
+        _resume(engine, entry)
+    meter.start()
     try:
-        _serve(engine, sent, start_s, limit_s, meter, report)
+        _serve(engine, sent, workload.window, meter, report)
     except KeyboardInterrupt:
         interrupted = True
     except EngineError as engine_error:
         error = str(engine_error)
-    busy = meter.read(time.perf_counter() - start_s)
+    busy, start_s = meter.span(), meter.start_s
     outcomes = tuple(_outcome(engine, entry, start_s) for entry in sent)
-    return RunLog(start_s, outcomes, tuple(engine.iterations), interrupted, error, busy)
+    return RunLog(start_s, outcomes, tuple(engine.iterations[first:]), interrupted, error, busy)
 
 
-def _prepare(engine: ServingEngine, item: WorkItem, workload: WorkloadConfig) -> _Sent:
+def prepare(engine: Front, item: WorkItem, workload: WorkloadConfig) -> Sent:
     """Tokenizes a prompt and applies the workload's policy for what exceeds the model's length.
 
     truncate: the output is cut to leave one token of prompt, then the prompt's beginning is cut.
@@ -167,63 +157,66 @@ def _prepare(engine: ServingEngine, item: WorkItem, workload: WorkloadConfig) ->
     prompt = item.prompt
     if isinstance(prompt, str):
         if engine.tokenizer is None:
-            return _Sent(item, error="this model has no tokenizer; expected prompts of token ids")
+            return Sent(item, error="this model has no tokenizer; expected prompts of token ids")
         prompt = tuple(engine.tokenizer.encode(prompt, chat=item.chat))
     limit, output_len = engine.max_model_len, item.sampling.max_tokens
     if len(prompt) + output_len <= limit:
-        return _Sent(item, prompt, item.sampling)
+        return Sent(item, prompt, item.sampling)
     if workload.over_length == "reject":
-        return _Sent(
+        return Sent(
             item,
             prompt,
             error=f"{len(prompt)} prompt tokens and {output_len} output tokens exceed "
             f"max_model_len {limit} (over_length: reject)",
         )
     output_len = min(output_len, limit - 1)
-    return _Sent(
+    return Sent(
         item, prompt[-(limit - output_len) :], replace(item.sampling, max_tokens=output_len)
     )
 
 
+def _resume(engine: ServingEngine, entry: Sent) -> None:
+    """Puts a request in progress in place. One that does not fit beside the others, or not at all,
+    is sent as a new one."""
+    if entry.item.progress and entry.error is None:
+        with contextlib.suppress(RequestError):
+            entry.request = engine.add_in_progress(
+                entry.prompt_ids, entry.sampling, entry.item.progress
+            )
+
+
 def _serve(
     engine: ServingEngine,
-    sent: Sequence[_Sent],
-    start_s: float,
-    limit_s: float | None,
-    meter: _BusyMeter,
+    sent: Sequence[Sent],
+    window: WindowConfig | None,
+    meter: RunMeter,
     report: Callable[[Progress], None],
 ) -> None:
-    pending = deque(entry for entry in sent if entry.error is None)
-    ended, tokens = len(sent) - len(pending), 0
+    limit_s = math.inf
+    if window is not None and window.measure_s is not None:
+        limit_s = window.warmup_s + window.measure_s
+    pending = deque(entry for entry in sent if entry.error is None and entry.request is None)
+    ended, tokens = sum(entry.error is not None for entry in sent), 0
     while pending or engine.has_work:
-        now_s = time.perf_counter() - start_s
-        if limit_s is not None and now_s >= limit_s:
+        now_s = time.perf_counter() - meter.start_s
+        if now_s >= limit_s:
             return
-        meter.pass_time(now_s)
+        meter.look(now_s, ended)
         while pending and pending[0].item.arrival_s <= now_s:
             entry = pending.popleft()
-            _send(engine, entry, start_s)
+            _send(engine, entry, meter.start_s)
             ended += entry.error is not None
         if engine.has_work:
             changed = engine.step()
             ended += sum(request.finish_reason is not None for request in changed)
             tokens += sum(request.error is None for request in changed)
         elif pending:
-            until_s = pending[0].item.arrival_s if limit_s is None else limit_s
-            time.sleep(max(0.0, min(pending[0].item.arrival_s, until_s) - now_s))
+            time.sleep(max(0.0, min(pending[0].item.arrival_s, limit_s) - now_s))
         report(Progress(ended, tokens))
 
 
-def _send(engine: ServingEngine, entry: _Sent, start_s: float) -> None:
+def _send(engine: ServingEngine, entry: Sent, start_s: float) -> None:
     arrival_s = start_s + entry.item.arrival_s
-    if entry.item.progress:
-        try:
-            entry.request = engine.add_in_progress(
-                entry.prompt_ids, entry.sampling, entry.item.progress
-            )
-            return
-        except RequestError:
-            pass  # it does not fit beside the others, or not at all
     try:
         request_id = engine.add_request(entry.prompt_ids, entry.sampling, arrival_s=arrival_s)
         entry.request = engine.request(request_id)
@@ -231,7 +224,7 @@ def _send(engine: ServingEngine, entry: _Sent, start_s: float) -> None:
         entry.error = str(error)
 
 
-def _outcome(engine: ServingEngine, entry: _Sent, start_s: float) -> RequestOutcome:
+def _outcome(engine: ServingEngine, entry: Sent, start_s: float) -> RequestOutcome:
     item, request = entry.item, entry.request
     prompt = item.prompt if isinstance(item.prompt, str) else None
     prompt_len = len(entry.prompt_ids or item.prompt) if prompt is None else len(entry.prompt_ids)

@@ -1,0 +1,66 @@
+"""Measures a figure of a paper, draws it in the paper's form, and prints paper against measured.
+
+    python scripts/reproduce.py apex/fig3 --cpu       # any machine, to see that it works
+    python scripts/reproduce.py apex/fig6a --quick    # one GPU, a few minutes
+    python scripts/reproduce.py apex/fig6a            # the paper's size
+    python scripts/reproduce.py --list
+
+Figures are the files experiments/<paper>/<figure>.yaml. Exit code 0: done; 1: a point failed or was
+left out for lack of time; 2: the file is wrong. The last line printed is the result folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from swiftapex.core.errors import ConfigError
+from swiftapex.figures.reproduce import reproduce
+from swiftapex.figures.spec import FigureConfig, load_figure
+
+_EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
+
+
+def figures() -> dict[str, Path]:
+    """Every figure's file by its name."""
+    return {
+        path.relative_to(_EXPERIMENTS).with_suffix("").as_posix(): path
+        for path in sorted(_EXPERIMENTS.glob("*/*.yaml"))
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("figure", nargs="?", metavar="PAPER/FIGURE")
+    parser.add_argument("--quick", action="store_true", help="a few minutes on one GPU")
+    parser.add_argument("--cpu", action="store_true", help="on a CPU alone")
+    parser.add_argument("--list", action="store_true", help="name all figures")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="put over the file's"
+    )
+    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR")
+    options = parser.parse_args()
+    known = figures()
+    if options.list or options.figure is None:
+        for name, path in known.items():
+            print(f"{name:20} {load_figure(path).title}")
+        return 0
+    variant = "cpu" if options.cpu else "quick" if options.quick else None
+    try:
+        if options.figure not in known:
+            raise ConfigError(f"no figure {options.figure!r}; known: {', '.join(known)}")
+        path = known[options.figure]
+        figure: FigureConfig = load_figure(path, variant, options.set)
+        folder, complete = reproduce(figure, path, options.out)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(folder)
+    return 0 if complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

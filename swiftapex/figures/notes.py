@@ -1,0 +1,75 @@
+"""What a reader must know beside a figure's numbers: what ran, on what, what stands for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from swiftapex.config.load import RunPlan
+from swiftapex.config.schema import EngineConfig, ModelSection, WorkloadConfig
+from swiftapex.figures.spec import FigureConfig, KernelConfig
+
+
+def notes(
+    figure: FigureConfig, plans: Sequence[RunPlan], environment: Mapping[str, Any]
+) -> Iterator[str]:
+    """Lines for under a figure. `plans`: of its runs, none where it is of kernels."""
+    yield f"Here: {figure.note}."
+    if figure.kernels is not None:
+        yield f"Settings: {_of_kernels(figure.kernels)}."
+        sm_count = figure.kernels.sm_count
+    else:
+        (first, *_) = plans
+        run = "; ".join(
+            (_of_model(first.model), _of_engine(first.engine), _of_workload(first.workload))
+        )
+        yield f"Settings: {run}."
+        sm_count = first.engine.gpu.sm_count
+    yield f"Machine: {_machine(environment, sm_count)}."
+
+
+def _machine(environment: Mapping[str, Any], sm_count: int | None) -> str:
+    cpu, gpus = environment["cpu"], environment["gpus"]
+    parts = [f"{cpu['model']}, {cpu['usable_threads']} threads"]
+    if gpus:
+        parts.insert(0, str(gpus[0]).split(",")[0])
+    if gpus and sm_count is not None:
+        emulated = f"{sm_count} multiprocessors of this large GPU stand for a small one"
+        parts.append(f"{emulated}, whose copies and caches are the large one's")
+    return "; ".join(parts)
+
+
+def _of_model(model: ModelSection) -> str:
+    layers = "" if model.num_layers is None else f" cut to {model.num_layers} layers"
+    weights = "" if model.weights is None else ", dummy weights"
+    return f"{model.architecture or model.path}{layers}, {model.dtype}{weights}"
+
+
+def _of_engine(engine: EngineConfig) -> str:
+    ranks = engine.tensor_parallel_size
+    parts = [f"device {engine.device}" + (f" x {ranks}" if ranks > 1 else "")]
+    for side, kv in (("GPU", engine.gpu), ("CPU", engine.cpu)):
+        if kv.kv_memory is not None:
+            parts.append(f"{kv.kv_memory / 2**30:.3g} GiB of KV on the {side} side")
+        elif kv.kv_tokens is not None:
+            parts.append(f"{kv.kv_tokens} tokens of KV on the {side} side")
+    return ", ".join(parts)
+
+
+def _of_workload(workload: WorkloadConfig) -> str:
+    parts = [f"{workload.num_requests} requests"]
+    window = workload.window
+    if workload.warm_start:
+        parts.append("begun in steady state")
+    if window is not None and window.measure_s is not None:
+        parts.append(f"{window.measure_s:g} s measured after {window.warmup_s:g} s")
+    elif window is not None and window.middle is not None:
+        parts.append(f"the middle {window.middle:.0%} measured")
+    return ", ".join(parts)
+
+
+def _of_kernels(kernels: KernelConfig) -> str:
+    if kernels.measure == "linear":
+        return f"{kernels.architecture}, {kernels.dtype}, dummy weights"
+    heads = f"{kernels.q_heads} query and {kernels.kv_heads} KV heads of {kernels.head_dim}"
+    return f"{heads}, {kernels.context} tokens, {kernels.dtype}"

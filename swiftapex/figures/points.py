@@ -1,0 +1,72 @@
+"""Measured points, and how they stand beside what a paper reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swiftapex.figures.spec import FigureConfig, MeasuredConfig, ReportedConfig, X
+from swiftapex.report.metrics import field
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement of a series. `values`: a run's summary, or a kernel's numbers."""
+
+    series: str
+    x: X
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A reported value and the range of what was measured for it; None: nothing was."""
+
+    reported: ReportedConfig
+    measured: tuple[float, float] | None
+
+
+def curve(figure: FigureConfig, points: Sequence[Point], series: str) -> dict[X, float]:
+    """What is drawn of a series, by x: scaled, or as a ratio to another one."""
+    y = figure.y
+    mine = _by_x(points, series, y.metric)
+    if y.per_series is None:
+        return {x: y.scale * number for x, number in mine.items()}
+    base = _by_x(points, y.per_series, y.metric)
+    return {x: y.scale * number / base[x] for x, number in mine.items() if base.get(x)}
+
+
+def compare(figure: FigureConfig, points: Sequence[Point]) -> list[Comparison]:
+    """Every reported value with what was measured in its place."""
+    return [
+        Comparison(reported, _measured(figure, points, reported.measured))
+        for reported in figure.reported
+    ]
+
+
+def series_of(points: Sequence[Point]) -> list[str]:
+    """Names in order of appearance."""
+    return list(dict.fromkeys(point.series for point in points))
+
+
+def _measured(
+    figure: FigureConfig, points: Sequence[Point], wanted: MeasuredConfig | None
+) -> tuple[float, float] | None:
+    if wanted is None:
+        return None
+    metric = wanted.metric or figure.y.metric
+    mine = _by_x(points, wanted.of, metric)
+    if wanted.at is not None:
+        mine = {x: number for x, number in mine.items() if x in wanted.at}
+    scale = figure.y.scale if metric == figure.y.metric else 1.0
+    found = [scale * number for number in mine.values()]
+    if wanted.over is not None:
+        base = _by_x(points, wanted.over, metric)
+        found = [100 * (number / base[x] - 1) for x, number in mine.items() if base.get(x)]
+    return (min(found), max(found)) if found else None
+
+
+def _by_x(points: Sequence[Point], series: str, metric: str) -> dict[X, float]:
+    numbers = {point.x: field(point.values, metric) for point in points if point.series == series}
+    return {x: number for x, number in numbers.items() if number is not None}
