@@ -13,7 +13,6 @@ from swiftapex.core.errors import ConfigError
 from tests.cuda import gpu as _skips_without_one  # noqa: F401
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
-
 pytestmark = pytest.mark.gpu
 
 
