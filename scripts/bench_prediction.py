@@ -5,8 +5,9 @@
 
 A cell is a size of the GPU's KV, a number of requests on the CPU and a kind of workload: `decode`
 begins with all requests in progress and prefills nothing, `mixed` has prompts waiting at all times.
-Each strategy runs in each cell, in an engine of its own with the same seed. The profile is read
-from the cache (measured first where there is none), and does not learn: online correction is off.
+Each strategy runs in each cell, with the same requests. Cells of one GPU KV size share an engine,
+GPU-only too, which leaves the staging area's blocks to the others. The profile is read from the
+cache (measured first where there is none), and does not learn: online correction is off.
 
 Prints a line of JSON per cell and strategy: tokens per second, and by pipeline the number of
 iterations, median time and the 50th and 90th percentile of |predicted - measured| / measured. Then
@@ -27,13 +28,14 @@ from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
 from swiftapex.core.errors import RequestError
 from swiftapex.core.records import IterationRecord
+from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
 
 FORCED = ("gpu_only", "fixed:asymmetric", "fixed:async_overlap")
 _WAITING = 4  # prompts that wait at all times in a mixed cell
 
 
-def make_engine(args: argparse.Namespace, strategy: str, gpu_kv: int) -> Engine:
+def make_engine(args: argparse.Namespace, gpu_kv: int) -> Engine:
     return Engine(
         ModelSection(
             architecture=args.model, weights="dummy", dtype=args.dtype, num_layers=args.layers
@@ -50,7 +52,7 @@ def make_engine(args: argparse.Namespace, strategy: str, gpu_kv: int) -> Engine:
             profile_folder=args.profiles,
             online_correction=False,
         ),
-        policy=strategy,
+        policy=args.policy,
     )
 
 
@@ -62,14 +64,15 @@ class Cell:
         self._args = args
         self._rng = random.Random(args.seed)
         self._mixed = mixed
-        self.tokens = 0
+        self._requests: list[Request] = []
         while engine.stats().running_cpu < on_cpu or not on_cpu:
             try:
-                engine.add_in_progress(*self._request(), self._rng.randrange(1, args.output))
+                done = self._rng.randrange(1, args.output)
+                self._requests.append(engine.add_in_progress(*self._request(), done))
             except RequestError:
                 break
             if not on_cpu and engine.stats().running_cpu:
-                engine.abort(engine._next_id - 1)  # the GPU is full
+                engine.abort(self._requests[-1].request_id)  # the GPU is full
                 break
 
     def _request(self) -> tuple[list[int], SamplingParams]:
@@ -85,9 +88,13 @@ class Cell:
         start, tokens = time.perf_counter(), 0
         while time.perf_counter() - start < seconds and (self._mixed or self.engine.has_work):
             while self._mixed and self.engine.stats().waiting < _WAITING:
-                self.engine.add(*self._request())
+                self._requests.append(self.engine.add(*self._request()))
             tokens += len(self.engine.step())
         return tokens / (time.perf_counter() - start)
+
+    def end(self) -> None:
+        for request in self._requests:
+            self.engine.abort(request.request_id)
 
 
 def errors(records: list[IterationRecord]) -> dict[str, Any]:
@@ -118,18 +125,16 @@ def relative(records: list[IterationRecord], share: float) -> float:
 
 
 def measure(
-    args: argparse.Namespace, strategy: str, gpu_kv: int, on_cpu: int, kind: str
+    args: argparse.Namespace, engine: Engine, strategy: str, gpu_kv: int, on_cpu: int, kind: str
 ) -> dict[str, Any]:
-    engine = make_engine(args, strategy, gpu_kv)
-    try:
-        cell = Cell(args, engine, on_cpu, kind == "mixed")
-        before = engine.stats()
-        cell.run_for(args.warmup)
-        engine.iterations.clear()
-        rate = cell.run_for(args.seconds)
-        records = list(engine.iterations)
-    finally:
-        engine.close()
+    engine.use_policy(strategy)
+    cell = Cell(args, engine, on_cpu, kind == "mixed")
+    before = engine.stats()
+    cell.run_for(args.warmup)
+    engine.iterations.clear()
+    rate = cell.run_for(args.seconds)
+    records = list(engine.iterations)
+    cell.end()
     return {
         "gpu_kv": gpu_kv,
         "cpu_requests": before.running_cpu,
@@ -164,17 +169,27 @@ def main() -> None:
     parser.add_argument("--profiles", help="folder of profiles; default: the user's cache")
     parser.add_argument("--policy", default="model_based", help="what is under test")
     args = parser.parse_args()
-    for cell in itertools.product(args.gpu_kv, args.cpu_requests, args.kinds):
-        rates = {}
-        for strategy in (*FORCED, args.policy):
-            found = measure(args, strategy, *cell)
-            rates[strategy] = found["tokens_per_s"]
-            print(json.dumps(found), flush=True)
-        chosen = rates.pop(args.policy)
-        best = max(rates, key=lambda name: rates[name])
-        ratio = round(chosen / rates[best], 4) if rates[best] else None
-        line = {"cell": cell, "fastest": best, "policy_over_fastest": ratio}
-        print(json.dumps(line), flush=True)
+    for gpu_kv in args.gpu_kv:
+        engine = make_engine(args, gpu_kv)
+        try:
+            for cell in itertools.product(args.cpu_requests, args.kinds):
+                compare(args, engine, gpu_kv, *cell)
+        finally:
+            engine.close()
+
+
+def compare(args: argparse.Namespace, engine: Engine, gpu_kv: int, on_cpu: int, kind: str) -> None:
+    """All strategies in one cell."""
+    rates = {}
+    for strategy in (*FORCED, args.policy):
+        found = measure(args, engine, strategy, gpu_kv, on_cpu, kind)
+        rates[strategy] = found["tokens_per_s"]
+        print(json.dumps(found), flush=True)
+    chosen = rates.pop(args.policy)
+    best = max(rates, key=lambda name: rates[name])
+    ratio = round(chosen / rates[best], 4) if rates[best] else None
+    cell = [gpu_kv, on_cpu, kind]
+    print(json.dumps({"cell": cell, "fastest": best, "policy_over_fastest": ratio}), flush=True)
 
 
 if __name__ == "__main__":

@@ -261,6 +261,25 @@ def test_profiles_are_found_by_fingerprint_alone(tmp_path: Path, fake: FakeExecu
     assert store.read(store.path_of(tmp_path, other), a_print()).tables == tables
 
 
+def test_what_was_measured_with_more_kv_serves_less(tmp_path: Path, fake: FakeExecutor) -> None:
+    def points(gpu_tokens: int, max_context: int = 2000) -> Points:
+        return Points.within(
+            max_batch_size=64, max_tokens=256, max_context=max_context, gpu_tokens=gpu_tokens,
+            cpu_tokens=16_384, block_size=16,
+        )  # fmt: skip
+
+    tables = profile(Probe(fake, {GPU: 256, CPU: 1024}, 16), POINTS, 8)
+    path = store.write(tmp_path, store.Profile(a_print(points=points(4096)), tables, 1.5))
+    for less in (points(1000), points(4096, max_context=1000)):
+        assert store.find(tmp_path, a_print(points=less)) is not None
+        assert store.read(path, a_print(points=less)).tables == tables
+        assert store.find(tmp_path, a_print(points=less, dtype="float16")) is None
+    for more in (points(9000), points(4096, max_context=5000)):
+        assert store.find(tmp_path, a_print(points=more)) is None
+        with pytest.raises(ConfigError, match=r"points\."):
+            store.read(path, a_print(points=more))
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"fingerprint": {}, "tables": 3}'])
 def test_a_broken_file_is_no_profile(tmp_path: Path, text: str) -> None:
     store.path_of(tmp_path, a_print()).write_text(text)
@@ -319,7 +338,7 @@ def test_an_engine_measures_once_and_then_reads(
     stats = engine.stats()
     assert stats.gpu_blocks_free == stats.gpu_blocks_total
     with pytest.raises(ConfigError, match="measured on something else"):
-        outputs(engine_config(tmp_path, profile=str(path), max_batch_size=2))
+        outputs(engine_config(tmp_path, profile=str(path), max_batch_size=8))
 
 
 def test_auto_measures_nothing_on_the_cpu(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Profiles on disk: one JSON file each, named after its fingerprint and holding it whole."""
+"""Profiles on disk: one JSON file each, named after its fingerprint and holding it whole. A profile
+serves where everything is the same and it was measured at least as far: what was measured with
+larger pools of KV is true of smaller ones."""
 
 from __future__ import annotations
 
@@ -32,12 +34,18 @@ def default_folder() -> Path:
 
 
 def find(folder: Path, fingerprint: Mapping[str, Any]) -> Profile | None:
-    """The profile of exactly this fingerprint; None where there is none, or none that is whole."""
-    try:
-        profile = _read(path_of(folder, fingerprint))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return profile if normal(profile.fingerprint) == normal(fingerprint) else None
+    """A profile that serves this fingerprint, that of exactly this one first; None where there is
+    none, or none that is whole."""
+    own = path_of(folder, fingerprint)
+    others = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    for path in (own, *others):
+        try:
+            profile = _read(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if not _unmet(profile.fingerprint, fingerprint):
+            return profile
+    return None
 
 
 def read(path: Path, fingerprint: Mapping[str, Any]) -> Profile:
@@ -48,7 +56,7 @@ def read(path: Path, fingerprint: Mapping[str, Any]) -> Profile:
         raise ConfigError(f"engine.profile: {path} is not readable: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"engine.profile: {path} holds no profile: {error!r}") from error
-    found = differences(normal(profile.fingerprint), normal(fingerprint))
+    found = _unmet(profile.fingerprint, fingerprint)
     if found:
         more = f"; and {len(found) - _MOST_DIFFERENCES} more" * (len(found) > _MOST_DIFFERENCES)
         raise ConfigError(
@@ -78,6 +86,23 @@ def write(folder: Path, profile: Profile) -> Path:
 def path_of(folder: Path, fingerprint: Mapping[str, Any]) -> Path:
     """Where the profile of this fingerprint lies, or would."""
     return folder / f"{digest(fingerprint)}.json"
+
+
+def _unmet(measured: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
+    """How a profile of `measured` fails to serve `needed`."""
+    there, here = normal(measured), normal(needed)
+    if _reaches(there.get("points"), here.get("points")):
+        there["points"] = here["points"]
+    return differences(there, here)
+
+
+def _reaches(there: Any, here: Any) -> bool:
+    """Whether points were measured at least as far as others, in every table."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return there.keys() == here.keys() and all(_reaches(there[k], here[k]) for k in here)
+    if isinstance(there, list) and isinstance(here, list):
+        return max(there, default=0) >= max(here, default=0)
+    return isinstance(there, int) and isinstance(here, int) and there >= here
 
 
 def _read(path: Path) -> Profile:
