@@ -2,6 +2,7 @@
 
     python scripts/kill_ranks.py           # every pipeline in prefill, decode and swap, 20 times
     python scripts/kill_ranks.py --times 1 --pipelines async_overlap
+    python scripts/kill_ranks.py --times 1 --device cuda     # two GPUs
 
 Prints a line of JSON per kill. Exit status 1 if a request did not end with the reason within 10 s,
 or a process, thread, socket or piece of shared memory stayed.
@@ -30,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pipelines", nargs="+", default=list(PIPELINES), choices=PIPELINES)
     parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2, choices=[2])
     args = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -45,7 +47,12 @@ def main() -> int:
                 line = {"pipeline": pipeline, "moment": moment, "victim": victim}
                 try:
                     reason, seconds = lose_a_rank(
-                        *strategy(pipeline, 0), moment, victim, args.ranks, seed=number
+                        *strategy(pipeline, 0),
+                        moment,
+                        victim,
+                        args.ranks,
+                        seed=number,
+                        device=args.device,
                     )
                     line |= {"seconds": round(seconds, 2), "reason": reason}
                     failed += seconds > LIMIT_S

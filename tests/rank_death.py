@@ -72,15 +72,16 @@ def lose_a_rank(
     sign: int = signal.SIGKILL,
     answer_s: float = 60.0,
     seed: int = 0,
+    device: str = "cpu",
 ) -> tuple[str, float]:
     """Runs requests until the rank dies. Every open one must end with the reason, within 10 s;
     afterwards nothing may be left. Returns the reason and the seconds from death to the end."""
     model_path("mha")  # saving it starts a thread
     before = traces()
-    ranks = RayRanks(size, "cpu", answer_s=answer_s)
+    ranks = RayRanks(size, device, answer_s=answer_s)
     pids = list(ranks.pids)
     pools = Pools(gpu=7, cpu=24, block_size=16, rows=8, chunk=24)
-    engine = small_engine("mha", pools, policy, args, None, ranks=ranks)
+    engine = small_engine("mha", pools, policy, args, None, device=device, ranks=ranks)
     rng = random.Random(seed)
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [
