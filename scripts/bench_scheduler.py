@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=1000)
     parser.add_argument("--waiting", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--policies", nargs="+", default=["gpu_only", "neo", "apex"])
+    parser.add_argument("--policies", nargs="+", default=["gpu_only", "neo", "apex", "model_based"])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
     args = parser.parse_args()
     for regime in args.regimes:

@@ -21,6 +21,8 @@ from swiftapex.config.load import Experiment, RunPlan, load_experiment
 from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError
 from swiftapex.core.plugins import load_class
 from swiftapex.core.trace import TraceRecorder
+from swiftapex.engine.checks import check_supported, max_model_len
+from swiftapex.kv.sizing import kv_sizes
 from swiftapex.measure import EngineFactory, make_engine, measure
 from swiftapex.model.shard import check_divides
 from swiftapex.model.source import open_model
@@ -83,12 +85,15 @@ def check_runs(experiment: Experiment) -> None:
         if plan.model not in checked:
             _check(partial(open_model, plan.model), f"{experiment.path}: model")
             checked.append(plan.model)
-        if plan.engine.tensor_parallel_size > 1:
-            _check(partial(_check_ranks, plan), where)
+        _check(partial(_check_sizes, plan), where)
 
 
-def _check_ranks(plan: RunPlan) -> None:
-    check_divides(open_model(plan.model).shape, plan.engine.tensor_parallel_size)
+def _check_sizes(plan: RunPlan) -> None:
+    source, engine = open_model(plan.model), plan.engine
+    check_supported(engine)
+    check_divides(source.shape, engine.tensor_parallel_size)
+    length = max_model_len(engine, source.config.max_length)
+    kv_sizes(source.config, source.dtype, engine, length, uses_cpu=True)
 
 
 def _check_strategy(plan: RunPlan, where: str) -> None:

@@ -280,6 +280,30 @@ def test_streams_from_threads_and_asyncio_give_the_tokens_of_generate() -> None:
             next(llm.stream([], sampling))
 
 
+def test_a_cancelled_stream_ends_its_request_and_nothing_else() -> None:
+    async def cancel_one(llm: LLM, prompt: list[int]) -> None:
+        began = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in llm.astream(prompt, SamplingParams(max_tokens=200, ignore_eos=True)):
+                began.set()
+
+        task = asyncio.create_task(consume())
+        await began.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with LLM(TINY.model_dump(), device="cpu") as llm:
+        (prompt,) = random_prompts(1)
+        for _ in range(5):
+            asyncio.run(cancel_one(llm, prompt))
+        stats = llm.stats()
+        assert stats.running_gpu == 0 and stats.gpu_blocks_free == stats.gpu_blocks_total
+        (out,) = llm.generate([prompt], SamplingParams(max_tokens=4))
+        assert len(out.token_ids) == 4
+
+
 def test_engines_one_after_another_leave_no_memory_and_no_thread() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -137,6 +137,8 @@ def test_dry_run_runs_nothing(run: Runner, experiment: Path) -> None:
         ("engine.num_gpu_blocs=50", "nearest known key: engine."),
         ('engine.tensor_parallel_size="2"', "expected an integer"),
         ("engine.tensor_parallel_size=3", "runs.one: engine.tensor_parallel_size: 3 ranks cannot"),
+        ("engine.gpu.kv_tokens=20", "runs.one: engine.gpu: 20 tokens of KV are less than a block"),
+        ("engine.max_model_len=900000", "runs.one: engine.max_model_len: 900000 is more than"),
         ("broken", "expected KEY.PATH=VALUE"),
         ("runs.one.policy=gpu_onli", "runs.one.policy: 'gpu_onli': expected one of"),
         ("runs.one.policy=gpu_onli", "nearest known name: gpu_only"),

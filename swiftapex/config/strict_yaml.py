@@ -1,4 +1,5 @@
-"""YAML as a person means it: `1e-5` is a float, and a key that occurs twice is an error."""
+"""YAML as a person means it: `1e-5` is a float, `1:30` and a date are text, and a key that occurs
+twice is an error."""
 
 from __future__ import annotations
 
@@ -15,6 +16,10 @@ _FLOAT = re.compile(
     r"^[-+]?(?:\d[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?"
     r"|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 )
+
+# YAML 1.1 also reads 1:30 as 90 and 017 as 15.
+_INT = re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+)$")
+_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -36,9 +41,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 _StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:float"]
+    first: [(tag, regexp) for tag, regexp in resolvers if tag not in _REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 

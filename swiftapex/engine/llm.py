@@ -154,10 +154,17 @@ class LLM:
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio: iterations run in a thread, the event loop stays free."""
         chunks = self.stream(prompt, sampling, chat=chat)
+        coming: asyncio.Future[StreamChunk | None] | None = None
         try:
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            while True:
+                coming = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
+                chunk = await asyncio.shield(coming)  # a thread cannot be cancelled
+                if chunk is None:
+                    return
                 yield chunk
         finally:
+            if coming is not None:
+                await asyncio.wait([coming])
             await asyncio.to_thread(chunks.close)  # type: ignore[attr-defined]
 
     def abort(self, request_id: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftapex.config.schema import EngineConfig
+from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionShape
 from swiftapex.core.request import Placement
 from swiftapex.kv.host_memory import check_host_memory
@@ -43,7 +44,8 @@ def kv_sizes(
     """The sizes that `engine` asks for. Without `uses_cpu` all is on the GPU.
 
     Blocks are those of every rank, each with that rank's heads: `gpu.kv_memory` is a GPU's,
-    `cpu.kv_memory` the host's, shared by the ranks. ConfigError where `config` cannot be split.
+    `cpu.kv_memory` the host's, shared by the ranks. ConfigError where `config` cannot be split, or
+    the GPU side has no block.
 
     The staging area counts inside the GPU's KV: it gets an eighth of the GPU's blocks (one at
     least), and no more than the longest context needs. A prompt longer than the area goes through
@@ -53,11 +55,16 @@ def kv_sizes(
     ranks = engine.tensor_parallel_size
     part = Shard(0, ranks).config(config)
     gpu = engine.gpu.num_blocks(size, size * part.kv_bytes_per_token(dtype))
+    if gpu == 0:
+        tokens, given = engine.gpu.kv_tokens, engine.gpu.kv_memory
+        asked = f"{tokens} tokens" if given is None else f"{given} bytes"
+        block = f"{size} tokens ({size * part.kv_bytes_per_token(dtype)} bytes)"
+        raise ConfigError(f"engine.gpu: {asked} of KV are less than a block of {block}")
     if not uses_cpu:
         return KVSizes(gpu, 0, 0, dtype)
     cpu_dtype = dtype if engine.cpu.kv_dtype == "auto" else engine.cpu.kv_dtype
     cpu = engine.cpu.num_blocks(size, size * ranks * part.kv_bytes_per_token(cpu_dtype))
-    if min(gpu, cpu) == 0:
+    if cpu == 0:
         return KVSizes(gpu, 0, 0, dtype)
     longest = -(-max_model_len // size)
     share = max(1, gpu // _STAGING_SHARE)
