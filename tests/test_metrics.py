@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,19 @@ def test_windows_are_of_one_kind() -> None:
     for wrong in ({}, {"measure_s": 1.0, "middle": 0.4}, {"middle": 0.4, "warmup_s": 1.0}):
         with pytest.raises(ValidationError, match="middle"):
             WindowConfig(**wrong)
+
+
+def test_a_window_in_balance_takes_in_what_it_gives() -> None:
+    # In [3.5, 7): tokens at 4, 4, 4, 4.5, 6 of 13 that were asked for; the last iteration's prefill
+    # of 13 of 26 prompt tokens, so half of the prompts for 5 / 13 of the outputs.
+    plain = log()
+    asked = tuple(replace(o, max_tokens=len(o.token_times_s)) for o in plain.outcomes)
+    *early, last = plain.iterations
+    found = replace(plain, outcomes=asked, iterations=(*early, replace(last, prefill_tokens=13)))
+    window = WindowConfig(warmup_s=3.5, measure_s=3.5)
+    assert summarize(found, window)["steady_balance"] == pytest.approx((13 / 26) / (5 / 13))
+    assert summarize(found)["steady_balance"] is None
+    assert summarize(plain, window)["steady_balance"] is None  # nobody knows what was asked for
 
 
 def test_use_of_kv_on_both_sides_over_time() -> None:

@@ -67,6 +67,7 @@ def test_an_engine_goes_on_under_another_policy() -> None:
     stats = engine.stats()
     assert stats.gpu_blocks_free == stats.gpu_blocks_total
     assert stats.cpu_blocks_free == stats.cpu_blocks_total and stats.parked == 0
+    assert engine._queue.prompt_share() == 0.0  # of no request that ended before
 
     whole = warm.model_copy(update={"window": None, "warm_start": False})
     items = build_workload(whole, seed=2, vocab_size=120)

@@ -205,10 +205,10 @@ class Engine:
         """Aborts what is open and goes on under another policy, as a new engine would, with the
         weights and the KV memory that are there. ConfigError where only one of the two policies
         uses a CPU side: an engine without one has more of the GPU's blocks."""
-        chosen = make_policy(policy, policy_args)
+        uses_cpu = make_policy(policy, policy_args).uses_cpu
         with self._lock:
             self._check_alive()
-            if chosen.uses_cpu != self._policy.uses_cpu:
+            if uses_cpu != self._policy.uses_cpu:
                 raise ConfigError(
                     f"policy {policy}: this engine has another KV cache than it needs"
                 )
@@ -217,8 +217,9 @@ class Engine:
                 self._end(request, FinishReason.ABORT)
             self._drain()
             self._changed = []
-            self._policy = chosen
-            self._cost_model = self._make_cost_model(chosen.uses_cpu)
+            self._queue.forget_ended()
+            self.use_policy(policy, policy_args)
+            self._cost_model = self._make_cost_model(uses_cpu)
 
     def step_for(self, request: Request, seen: int) -> None:
         """Runs one iteration, unless the request has ended or has more than `seen` tokens by then

@@ -27,6 +27,8 @@ from swiftapex.report.html import FigureSection, write_report
 from swiftapex.report.plots import figure_svg
 from swiftapex.report.table import text_table
 
+_OFF_BALANCE = 0.1  # of a window's prompts against its outputs
+
 
 @dataclass
 class Measured:
@@ -205,8 +207,18 @@ def _what_is_missing(figure: FigureConfig, measured: Measured) -> Iterator[str]:
     if measured.left_out:
         count = len(measured.left_out)
         yield f"Points left out, as the budget of {figure.budget_s:g} s was used up: {count}."
+    off = [r for r in measured.results if _is_off_balance(r.summary()["steady_balance"])]
+    if off:
+        yield (
+            f"Not in a steady state: {len(off)} of {len(measured.results)} windows, whose prompts "
+            f"taken in and outputs given differ by more than {_OFF_BALANCE:.0%} (steady_balance)."
+        )
     for folder, reason in measured.failures.items():
         yield f"Failed: {folder}: {reason}"
+
+
+def _is_off_balance(balance: float | None) -> bool:
+    return balance is not None and abs(balance - 1) > _OFF_BALANCE
 
 
 def _seconds(begin: float) -> float:

@@ -50,6 +50,9 @@ DEFINITIONS: Mapping[str, str] = {
     "tokens_per_j": "output tokens / energy_j; both: over the sum, where both are known",
     "energy_comparable": "false where a part of a larger GPU stands for a small one: its energy is "
     "that of the larger one",
+    "steady_balance": "of a window of seconds: prompts taken in against outputs given, (prefill "
+    "tokens / all prompt tokens) / (output tokens / all output tokens asked for). 1 in a steady "
+    "state; less where requests in progress were decoded at the cost of those that wait",
     "prediction_error_p50": "median of |predicted - measured| / measured time of an iteration",
     "slo_attainment": "share of completed requests within all limits of the workload's slo",
     "goodput_requests_per_s": "completed requests per s that are within all limits of the slo",
@@ -97,6 +100,9 @@ def summarize(
         "kv_offload_share": usage.kv_offload_share(iterations, blocks),
         "pcie_gb_per_s": usage.pcie_gb_per_s(log.busy),
         **usage.energy(log.busy, gpu, rate),
+        "steady_balance": usage.steady_balance(log.outcomes, iterations, tokens)
+        if window is not None and window.measure_s is not None
+        else None,
         "prediction_error_p50": prediction_error(iterations),
         "slo_attainment": None if slo is None else _slo_attainment(completed, slo),
         "goodput_requests_per_s": _goodput(completed, slo, duration),

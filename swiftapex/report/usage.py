@@ -9,6 +9,7 @@ from swiftapex.config.schema import GpuConfig
 from swiftapex.core.records import IterationRecord
 from swiftapex.workloads.energy import EnergyUse
 from swiftapex.workloads.meter import BusySpan
+from swiftapex.workloads.replay import RequestOutcome
 
 _GB = 1e9
 
@@ -80,6 +81,18 @@ def energy(span: BusySpan | None, gpu: GpuConfig | None, tokens_per_s: float | N
         },
         "energy_comparable": not emulated if is_known else None,
     }
+
+
+def steady_balance(
+    outcomes: Sequence[RequestOutcome], iterations: Sequence[IterationRecord], tokens: int
+) -> float | None:
+    """Prompts that were prefilled for each output that was generated, both in whole requests."""
+    asked = [outcome.max_tokens for outcome in outcomes]
+    prompts = sum(outcome.prompt_len for outcome in outcomes)
+    prefilled = sum(record.prefill_tokens for record in iterations)
+    if not iterations or not tokens or not prompts or None in asked:
+        return None
+    return (prefilled / prompts) / (tokens / sum(count or 0 for count in asked))
 
 
 def _owned(

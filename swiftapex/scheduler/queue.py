@@ -85,6 +85,10 @@ class RequestQueue:
         prompts = sum(len(request.prompt_ids) for request in sample)
         return prompts / max(1, sum(request.sampling.max_tokens for request in sample))
 
+    def forget_ended(self) -> None:
+        """What comes next is another workload."""
+        self._ended = _Ended()
+
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
         insort(self._waiting, request, key=_age)

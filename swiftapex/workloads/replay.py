@@ -72,6 +72,7 @@ class RequestOutcome:
     error: str | None = None
     num_preemptions: int = 0
     progress: int = 0  # of `output_ids`: made up before the run, without times
+    max_tokens: int | None = None  # of output that it asked for
 
     @property
     def num_output(self) -> int:
@@ -230,7 +231,13 @@ def _outcome(engine: ServingEngine, entry: Sent, start_s: float) -> RequestOutco
     prompt_len = len(entry.prompt_ids or item.prompt) if prompt is None else len(entry.prompt_ids)
     reason = FinishReason.ERROR.value if entry.error is not None else "unfinished"
     outcome = RequestOutcome(
-        item.index, prompt, prompt_len, item.arrival_s, reason, error=entry.error
+        item.index,
+        prompt,
+        prompt_len,
+        item.arrival_s,
+        reason,
+        error=entry.error,
+        max_tokens=entry.sampling.max_tokens,
     )
     if request is None:
         return outcome
