@@ -28,7 +28,7 @@ from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.engine.admission import check_prompt, fit_sampling
 from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.costs import ProfiledEngine
-from swiftapex.engine.stats import EngineStats, count
+from swiftapex.engine.stats import EngineStats, count, record_launch
 from swiftapex.engine.text import TextStream
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
@@ -296,7 +296,16 @@ class Engine:
         self._book(plan, result)
         preemptions = self._state.num_preemptions - preemptions
         cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
-        record = self._record(plan, result, start, planned, preemptions, cpu_tokens)
+        record = record_launch(
+            self._state,
+            plan,
+            result,
+            index=self.num_iterations,
+            start_s=start,
+            schedule_us=(planned - start) * 1e6,
+            cpu_decodes=cpu_tokens,
+            preemptions=preemptions,
+        )
         if self._trace is not None:
             self._trace.tag(plan.pipeline)
             waiting = self._queue.num_waiting
@@ -422,40 +431,6 @@ class Engine:
         stream = self._streams.get(request.request_id)
         if stream is not None:
             stream.end()
-
-    def _record(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        start: float,
-        planned: float,
-        preemptions: int,
-        cpu_tokens: int,
-    ) -> IterationRecord:
-        """What is known at the launch; the duration follows once the tokens are there."""
-        rows = [row for sub_batch in plan.sub_batches for row in sub_batch.rows]
-        gpu_decodes = [r for r in rows if r.is_decode and r.placement is Placement.GPU]
-        return IterationRecord(
-            index=self.num_iterations,
-            start_s=start,
-            duration_us=0.0,
-            schedule_us=(planned - start) * 1e6,
-            pipeline=plan.pipeline,
-            prefill_tokens=sum(row.num_tokens for row in rows if not row.is_decode),
-            gpu_decodes=len(gpu_decodes),
-            cpu_decodes=cpu_tokens,
-            completed_tokens=len(result.completing),
-            waiting=self._queue.num_waiting,
-            running=self._queue.num_running,
-            parked=self._state.num_in_flight,
-            moves=len(plan.moves),
-            gpu_blocks_free=self._blocks.num_free(Placement.GPU),
-            cpu_blocks_free=self._blocks.num_free(Placement.CPU),
-            preemptions=preemptions,
-            predicted_us=plan.predicted_us,
-            candidates_us=dict(plan.candidates_us) or None,
-            inequality=plan.inequality,
-        )
 
     def _watch(self, plan: StepPlan) -> None:
         """Raises EngineError after many iterations in a row that computed nothing."""

@@ -1,9 +1,11 @@
-"""What an engine counts."""
+"""What an engine counts and notes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.records import IterationRecord
 from swiftapex.core.request import Placement
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.queue import RequestQueue
@@ -45,4 +47,41 @@ def count(
         preemptions=state.num_preemptions,
         moves=state.num_moves,
         cpu_decoded_tokens=cpu_decoded_tokens,
+    )
+
+
+def record_launch(
+    state: SchedulerState,
+    plan: StepPlan,
+    result: StepResult,
+    *,
+    index: int,
+    start_s: float,
+    schedule_us: float,
+    cpu_decodes: int,
+    preemptions: int,
+) -> IterationRecord:
+    """What is known of an iteration once it is launched and booked; its duration follows with the
+    tokens. `start_s` by time.perf_counter."""
+    rows = [row for sub_batch in plan.sub_batches for row in sub_batch.rows]
+    return IterationRecord(
+        index=index,
+        start_s=start_s,
+        duration_us=0.0,
+        schedule_us=schedule_us,
+        pipeline=plan.pipeline,
+        prefill_tokens=sum(row.num_tokens for row in rows if not row.is_decode),
+        gpu_decodes=sum(row.is_decode and row.placement is Placement.GPU for row in rows),
+        cpu_decodes=cpu_decodes,
+        completed_tokens=len(result.completing),
+        waiting=state.queue.num_waiting,
+        running=state.queue.num_running,
+        parked=state.num_in_flight,
+        moves=len(plan.moves),
+        gpu_blocks_free=state.blocks.num_free(Placement.GPU),
+        cpu_blocks_free=state.blocks.num_free(Placement.CPU),
+        preemptions=preemptions,
+        predicted_us=plan.predicted_us,
+        candidates_us=dict(plan.candidates_us) or None,
+        inequality=plan.inequality,
     )
