@@ -23,6 +23,8 @@ def check_supported(engine: EngineConfig) -> None:
     unheeded = ["gpu.preset", "cpu.numa", "cpu.hugepages", "cpu.mlock"]
     if engine.device != "cuda":
         unheeded += ["gpu.sm_count", "gpu.memory"]
+    if engine.device == "reference":
+        unheeded += ["cpu.attention_kernel"]
     for key in unheeded:
         asked, default = engine, defaults
         for part in key.split("."):
