@@ -110,6 +110,7 @@ struct Scores<BFloat16> {
             tiles.set(6, 16, tail * 2);
             tiles.set(7, tail / 2, kPadded * 4);
         }
+        __asm__ volatile("" : : "r"(&tiles) : "memory");  // GCC takes 8 bytes to be read below
         _tile_loadconfig(&tiles);
     }
 

@@ -140,12 +140,21 @@ struct BlockRunner {
     float *queries, *values, *maxima, *sums;  // of the tile's first query head
     float* scores;
 
-    // This tile's part of the planes `far` and `near`; without a next tile only `near` is fetched.
-    Prefetch ahead(const T* far, const T* near, int steps) const {
-        const int64_t size = int64_t(tokens) * head_dim;
+    // While `plane`, K or V, is read: half of this tile's part of the next planes, each of which
+    // is fetched from two places. Without next planes these are fetched again, to no effect.
+    // Inlined by force: the compiler otherwise keeps what it returns in memory.
+    [[gnu::always_inline]] Prefetch ahead(const T* plane, int steps) const {
+        if (steps == 0) return Prefetch::none();
+        const int64_t size = int64_t(tokens) * head_dim * int64_t(sizeof(T));
         const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
-        return Prefetch::over((next != nullptr ? far : near) + begin, near + begin,
-                              (end - begin) * int64_t(sizeof(T)), steps);
+        const int64_t lines = (end - begin + 63) / 64, half = (lines + 1) / 2 * 64;
+        const char* next_k = reinterpret_cast<const char*>(next != nullptr ? next : k) + begin;
+        const char* next_v = next_k + (v - k) * int64_t(sizeof(T));
+        return {{next_k, next_k + half, next_v, next_v + half},
+                reinterpret_cast<const char*>(plane) + begin + Prefetch::kNearBytes,
+                plane == k ? 0 : uint64_t(lines),
+                lines,
+                (lines + steps - 1) / steps};
     }
 
     void fetch_scales() const {
@@ -160,10 +169,8 @@ struct BlockRunner {
         using Shape = typename Scores<T>::template Shape<Heads>;
         alignas(64) float rescale[Shape::kLanes];
         const int steps = Scores<T>::template steps<Heads>(head_dim, tokens);
-        const Prefetch while_scoring = ahead(next, v, steps);
-        const Prefetch while_adding =
-            next == nullptr ? Prefetch::none()
-                            : ahead(next + (v - k), next, value_steps<Shape>(head_dim, tokens));
+        const Prefetch while_scoring = ahead(k, steps);
+        const Prefetch while_adding = ahead(v, value_steps<Shape>(head_dim, tokens));
         Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
         const float remaining = Scores<T>::template remaining_scale<Heads>(scale);
         if constexpr (kScaleElements<T> > 0) {

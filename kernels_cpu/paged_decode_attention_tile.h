@@ -41,32 +41,32 @@ struct TileShape {
     }
 };
 
-// Fetches two stretches of memory line by line, a few at every step of a loop, in ascending order
-// as the hardware's own prefetchers expect it: `far` from memory into the second-level cache, a
-// tile ahead, and `near` from there into the first, a plane ahead. Fetching from memory straight
-// into the first one leaves memory idle: it has too few line buffers for that.
+// Fetches memory line by line, a few lines at every step of a loop.
+//
+// `far`: the next tile, from memory into the second-level cache. Its lines are requested from four
+// places in turn: a hardware prefetcher follows each of them within its page, and together they
+// keep more requests on their way than one core has line buffers for.
+// `near`: what is read kNearBytes later, from there into the first-level cache. Fetching from
+// memory straight into that one leaves memory idle, for want of line buffers.
 struct Prefetch {
-    const char* far;
-    const char* near;
-    int64_t left;  // bytes
-    int64_t bytes_per_step;
+    static constexpr int kStreams = 4;
+    static constexpr int kNearBytes = 32 * 64;
 
-    static Prefetch none() { return {nullptr, nullptr, 0, 0}; }
-    static Prefetch over(const void* far, const void* near, int64_t bytes, int steps) {
-        if (steps == 0) return none();
-        const int64_t lines_per_step = (bytes + 64 * int64_t(steps) - 1) / (64 * int64_t(steps));
-        return {static_cast<const char*>(far), static_cast<const char*>(near), bytes,
-                64 * lines_per_step};
-    }
+    const char* far[kStreams];
+    const char* near;
+    uint64_t far_line;  // that is next; a stream has every fourth one
+    int64_t left;       // lines
+    int64_t lines_per_step;
+
+    static Prefetch none() { return {{}, nullptr, 0, 0, 0}; }
     void step() {
-        const int64_t bytes = bytes_per_step < left ? bytes_per_step : left;
-        for (int64_t i = 0; i < bytes; i += 64) {
-            prefetch_far(far + i);
-            prefetch(near + i);
+        const int64_t lines = lines_per_step < left ? lines_per_step : left;
+        for (int64_t i = 0; i < lines; ++i, ++far_line) {
+            prefetch_far(far[far_line % kStreams] + far_line / kStreams * 64);
+            prefetch(near + i * 64);
         }
-        far += bytes;
-        near += bytes;
-        left -= bytes;
+        near += lines * 64;
+        left -= lines;
     }
 };
 
