@@ -142,19 +142,17 @@ struct BlockRunner {
 
     // While `plane`, K or V, is read: half of this tile's part of the next planes, each of which
     // is fetched from two places. Without next planes these are fetched again, to no effect.
-    // Inlined by force: the compiler otherwise keeps what it returns in memory.
     [[gnu::always_inline]] Prefetch ahead(const T* plane, int steps) const {
-        if (steps == 0) return Prefetch::none();
         const int64_t size = int64_t(tokens) * head_dim * int64_t(sizeof(T));
         const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
-        const int64_t lines = (end - begin + 63) / 64, half = (lines + 1) / 2 * 64;
-        const char* next_k = reinterpret_cast<const char*>(next != nullptr ? next : k) + begin;
+        const int64_t groups = (end - begin + Prefetch::kGroup - 1) / Prefetch::kGroup;
+        const int64_t half = groups * Prefetch::kGroup / 2;  // of a plane
+        const char* next_k = reinterpret_cast<const char*>(next != nullptr ? next : k) + begin +
+                             (plane == k ? 0 : half / 2);
         const char* next_v = next_k + (v - k) * int64_t(sizeof(T));
-        return {{next_k, next_k + half, next_v, next_v + half},
-                reinterpret_cast<const char*>(plane) + begin + Prefetch::kNearBytes,
-                plane == k ? 0 : uint64_t(lines),
-                lines,
-                (lines + steps - 1) / steps};
+        return Prefetch::over({next_k, next_k + half, next_v, next_v + half},
+                              reinterpret_cast<const char*>(plane) + begin + Prefetch::kNearBytes,
+                              groups, steps);
     }
 
     void fetch_scales() const {

@@ -41,32 +41,42 @@ struct TileShape {
     }
 };
 
-// Fetches memory line by line, a few lines at every step of a loop.
+// Fetches memory a few lines at a time, spread over the steps of a loop.
 //
 // `far`: the next tile, from memory into the second-level cache. Its lines are requested from four
 // places in turn: a hardware prefetcher follows each of them within its page, and together they
 // keep more requests on their way than one core has line buffers for.
-// `near`: what is read kNearBytes later, from there into the first-level cache. Fetching from
+// `near`: what is read kNearBytes later, on its way into the first-level cache. Fetching from
 // memory straight into that one leaves memory idle, for want of line buffers.
 struct Prefetch {
     static constexpr int kStreams = 4;
+    static constexpr int kGroup = kStreams * 64;  // bytes of both that are fetched at once
     static constexpr int kNearBytes = 32 * 64;
 
     const char* far[kStreams];
     const char* near;
-    uint64_t far_line;  // that is next; a stream has every fourth one
-    int64_t left;       // lines
-    int64_t lines_per_step;
+    int64_t groups;                            // that are left
+    int64_t groups_per_step, steps_per_group;  // one of them is 1
+    int64_t wait;                              // steps up to the next group
 
-    static Prefetch none() { return {{}, nullptr, 0, 0, 0}; }
-    void step() {
-        const int64_t lines = lines_per_step < left ? lines_per_step : left;
-        for (int64_t i = 0; i < lines; ++i, ++far_line) {
-            prefetch_far(far[far_line % kStreams] + far_line / kStreams * 64);
-            prefetch(near + i * 64);
+    static Prefetch over(const char* const (&far)[kStreams], const char* near, int64_t groups,
+                         int64_t steps) {
+        if (steps == 0 || groups == 0) return {{}, nullptr, 0, 0, 0, 0};
+        return {{far[0], far[1], far[2], far[3]},    near, groups, (groups + steps - 1) / steps,
+                steps > groups ? steps / groups : 1, 1};
+    }
+
+    [[gnu::always_inline]] void step() {
+        if (--wait > 0) return;
+        wait = steps_per_group;
+        for (int64_t i = 0; i < groups_per_step && groups > 0; ++i, --groups) {
+            for (int j = 0; j < kStreams; ++j) {
+                prefetch_far(far[j]);
+                prefetch(near + j * 64);
+                far[j] += 64;
+            }
+            near += kGroup;
         }
-        near += lines * 64;
-        left -= lines;
     }
 };
 
