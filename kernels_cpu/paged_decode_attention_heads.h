@@ -55,6 +55,7 @@ struct HeadTiles {
     int count() const { return (group + kMaxTileHeads - 1) / kMaxTileHeads; }
     int begin(int tile) const { return group * tile / count(); }
     int heads(int tile) const { return begin(tile + 1) - begin(tile); }
+    bool are_even() const { return group % count() == 0; }
 };
 
 // Calls body.template run<heads>() with the number of heads as a constant.
@@ -103,7 +104,9 @@ struct FmaScores {
         }
     }
 
-    static void end() {}  // called once a thread has finished its pieces
+    // Called before a thread's pieces, and where tiles of a group differ in heads; after them.
+    static void begin(int) {}
+    static void end() {}
 
     template <int Heads>
     static int steps(int head_dim, int tokens) {
@@ -122,9 +125,31 @@ struct FmaScores {
 template <class T>
 struct Scores : FmaScores<T> {};
 
+// Weighted sums of V with fused multiply-adds of float32.
+template <class T>
+struct FmaValues {
+    template <int Heads>
+    using Shape = typename Scores<T>::template Shape<Heads>;
+
+    template <int Heads>
+    static int steps(int head_dim, int tokens) {
+        return value_steps<Shape<Heads>>(head_dim, tokens);
+    }
+
+    template <int Heads>
+    static void add(const T* v, int head_dim, int tokens, float* weights, const float* rescale,
+                    Prefetch ahead, float* values, int stride) {
+        add_values<Shape<Heads>>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
+    }
+};
+
+// As Scores.
+template <class T>
+struct Values : FmaValues<T> {};
+
 #ifdef __AMX_BF16__
 }  // namespace swiftapex::SWIFTAPEX_ISA
-#include "kernels_cpu/paged_decode_attention_amx.h"
+#include "kernels_cpu/paged_decode_attention_amx_values.h"
 namespace swiftapex::SWIFTAPEX_ISA {
 #endif
 
@@ -168,7 +193,7 @@ struct BlockRunner {
         alignas(64) float rescale[Shape::kLanes];
         const int steps = Scores<T>::template steps<Heads>(head_dim, tokens);
         const Prefetch while_scoring = ahead(k, steps);
-        const Prefetch while_adding = ahead(v, value_steps<Shape>(head_dim, tokens));
+        const Prefetch while_adding = ahead(v, Values<T>::template steps<Heads>(head_dim, tokens));
         Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
         const float remaining = Scores<T>::template remaining_scale<Heads>(scale);
         if constexpr (kScaleElements<T> > 0) {
@@ -179,8 +204,8 @@ struct BlockRunner {
         } else {
             softmax_tokens<Shape>(scores, tokens, remaining, NoScales{}, maxima, sums, rescale);
         }
-        add_values<Shape>(v, head_dim, tokens, scores, rescale, while_adding, values,
-                          padded_head_dim(head_dim));
+        Values<T>::template add<Heads>(v, head_dim, tokens, scores, rescale, while_adding, values,
+                                       padded_head_dim(head_dim));
     }
 };
 
