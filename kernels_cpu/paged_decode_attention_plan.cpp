@@ -7,7 +7,7 @@
 namespace swiftapex {
 namespace {
 
-constexpr int kMinPieceTokens = 256;  // rows are not cut into shorter pieces to occupy threads
+constexpr int kMinPieceTokens = 128;  // rows are not cut into shorter pieces to occupy threads
 
 // Reading q, writing the output and starting to read at a new place: about as long as this many
 // tokens take.
