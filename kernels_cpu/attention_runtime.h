@@ -16,9 +16,12 @@ namespace swiftapex {
 // or different rows and do not depend on each other.
 class AttentionRuntime {
   public:
+    using Attention = void (*)(ThreadPool&, DecodePlan&, const DecodeAttentionArgs&);
+
     // Thread i of `num_threads` is pinned to cpus[i], if given. `order`: kArrivedFifo, or
     // kDeepestFirst, which lets those requests finish their token first that have gone furthest.
-    AttentionRuntime(int num_threads, const std::vector<int>& cpus, TaskOrder order, int spin_us);
+    AttentionRuntime(int num_threads, const std::vector<int>& cpus, TaskOrder order, int spin_us,
+                     Attention attention = paged_decode_attention);
 
     // Queues one layer's call for the rows of one batch. `plan` and the memory that `args` names
     // must live, and the plan be used by no one else, until the task has finished.
@@ -32,6 +35,7 @@ class AttentionRuntime {
     void close();
 
   private:
+    const Attention attention_;
     ThreadPool pool_;  // the lane's thread takes part as thread 0
     TaskLane lane_;    // after the pool: it ends first
 };

@@ -87,6 +87,11 @@ struct KernelTable {
                                         void* scratch, int thread);
     void (*decode_merge[kNumKvDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
                                        void* scratch, int thread, int num_threads);
+    // By KV dtype, without int8; see plain_decode_attention.cpp. context_lens [rows].
+    void (*plain_append[kNumDTypes])(const DecodeAttentionArgs&, const int32_t* context_lens,
+                                     int rows, int thread, int num_threads);
+    void (*plain_attend[kNumDTypes])(const DecodeAttentionArgs&, const int32_t* context_lens,
+                                     int rows, void* scratch, int thread, int num_threads);
     // By source and target dtype: `count` elements, on the calling thread only.
     void (*convert[kNumDTypes][kNumDTypes])(const void* source, void* target, int64_t count);
     // One plane of KV between a dtype and int8, on the calling thread only.

@@ -10,6 +10,7 @@
 #include "kernels_cpu/attention_runtime.h"
 #include "kernels_cpu/bindings.h"
 #include "kernels_cpu/copy_blocks.h"
+#include "kernels_cpu/plain_decode_attention.h"
 
 namespace py = pybind11;
 
@@ -95,6 +96,12 @@ TaskOrder order_of(const std::string& name) {
     throw std::invalid_argument("order is 'fifo' or 'deepest_first', not '" + name + "'");
 }
 
+AttentionRuntime::Attention attention_of(const std::string& kernel) {
+    if (kernel == "tuned") return paged_decode_attention;
+    if (kernel == "plain") return plain_decode_attention;
+    throw std::invalid_argument("kernel is 'tuned' or 'plain', not '" + kernel + "'");
+}
+
 void bind_task(py::module_& module) {
     py::class_<Task, std::shared_ptr<Task>>(
         module, "Task", "A call in flight; see kernels_cpu/task_lane.h for its two words.")
@@ -109,13 +116,13 @@ void bind_attention_runtime(py::module_& module) {
     py::class_<RuntimeHolder>(module, "AttentionRuntime",
                               "Threads of their own for decode attention; words are addresses, 0: "
                               "the task's own.")
-        .def(
-            py::init([](int num_threads, const std::vector<int>& cpus, const std::string& order,
-                        int spin_us) {
-                return std::make_unique<RuntimeHolder>(num_threads, cpus, order_of(order), spin_us);
-            }),
-            py::arg("num_threads"), py::arg("cpus") = std::vector<int>{}, py::arg("order") = "fifo",
-            py::arg("spin_us") = 50)
+        .def(py::init([](int num_threads, const std::vector<int>& cpus, const std::string& order,
+                         int spin_us, const std::string& kernel) {
+                 return std::make_unique<RuntimeHolder>(num_threads, cpus, order_of(order), spin_us,
+                                                        attention_of(kernel));
+             }),
+             py::arg("num_threads"), py::arg("cpus") = std::vector<int>{},
+             py::arg("order") = "fifo", py::arg("spin_us") = 50, py::arg("kernel") = "tuned")
         .def_property_readonly("num_threads",
                                [](const RuntimeHolder& self) { return self.lane.num_threads(); })
         .def_property_readonly("busy_ns",
@@ -136,7 +143,7 @@ void bind_attention_runtime(py::module_& module) {
                     return self.lane.submit(layer, plan, args, words_at(arrival, done));
                 });
             },
-            "Queues paged_decode_attention(); `owners` (the plan among them) are kept until it is "
+            "Queues a call of the kernel; `owners` (the plan among them) are kept until it is "
             "done.");
 }
 

@@ -157,6 +157,7 @@ inline void linear_tiles(const LinearArgs& args, void* scratch, int thread, int 
     const Range rows = share(args.out, kTile, thread, num_threads);
     if (rows.begin == rows.end) return;
     const TileConfig config;
+    __asm__ volatile("" : : "r"(&config) : "memory");  // GCC takes 8 bytes to be read below
     _tile_loadconfig(&config);
     const int64_t words = round_up(args.n, kTile) * round_up(args.in, kTileDepth) / 2;
     uint32_t* x = static_cast<uint32_t*>(scratch);

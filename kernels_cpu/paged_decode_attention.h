@@ -28,6 +28,7 @@ class DecodePlan {
     int block_size() const { return block_size_; }
     int num_threads() const { return num_threads_; }
     int max_blocks() const { return max_blocks_; }  // of one row
+    const std::vector<int32_t>& context_lens() const { return context_lens_; }
     const std::vector<DecodePiece>& pieces() const { return pieces_; }
 
   private:
@@ -35,6 +36,7 @@ class DecodePlan {
     void join_split_rows();
     bool merges_are_small() const;
 
+    std::vector<int32_t> context_lens_;
     int rows_, kv_heads_, block_size_, num_threads_;
     int max_blocks_ = 0;
     std::vector<DecodePiece> pieces_;
@@ -48,7 +50,11 @@ class DecodePlan {
     double position_ = 0;     // on the line, while it is cut
 };
 
-// Throws std::invalid_argument where args and plan do not fit each other or the kernel. The
+// Throws std::invalid_argument where they do not fit each other, or the kernels.
+void check_decode_attention(const ThreadPool& pool, const DecodePlan& plan,
+                            const DecodeAttentionArgs& args);
+
+// Throws as check_decode_attention() does. The
 // result is the same, bit by bit, for the same plan.
 void paged_decode_attention(ThreadPool& pool, DecodePlan& plan, const DecodeAttentionArgs& args);
 

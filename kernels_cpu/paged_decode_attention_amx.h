@@ -1,7 +1,9 @@
-// Logits of bfloat16 K with AMX tiles: 16 tokens x 16 heads x 32 of head_dim per instruction. Tile
-// A is loaded straight from the K plane; tile B holds the query heads, packed once per piece, as
-// two bfloat16 terms unless the activations are bfloat16 themselves: then q is exact. For few heads
-// the multiply-adds are faster, because tile loads wait for the second-level cache.
+// Attention to bfloat16 KV with AMX tiles, for 5 to 8 query heads: registers, and the logits. For
+// fewer heads the multiply-adds are faster.
+//
+// 16 tokens x 8 heads x 32 of head_dim per instruction. A is loaded straight from the K plane; B
+// holds the query heads, packed once per piece, as two bfloat16 terms unless the activations are
+// bfloat16 themselves: then q is exact.
 #pragma once
 
 #include <immintrin.h>
@@ -9,18 +11,34 @@
 
 namespace swiftapex::SWIFTAPEX_ISA {
 
-struct alignas(64) ScoreTiles {
+// Shapes of the tile registers. Changing them takes as long as ten tile products, so the logits and
+// the values share them.
+//   0: logits of 16 tokens x 8 heads       3, 4: values of the heads x 16 of head_dim
+//   1: query heads                         5 to 7: weights of the heads x 16 tokens
+//   2: 16 rows of K or V x 32 of head_dim
+struct alignas(64) AttentionTiles {
     uint8_t palette = 1;
     uint8_t start_row = 0;
     uint8_t reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
+    uint16_t row_bytes[16] = {32, 32, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16};
 
-    void set(int tile, int num_rows, int bytes) {
-        rows[tile] = uint8_t(num_rows);
-        row_bytes[tile] = uint16_t(bytes);
+    explicit AttentionTiles(int heads) {
+        for (int tile = 3; tile < 8; ++tile) rows[tile] = uint8_t(heads);
     }
 };
+
+// GCC does not know what memory the tile instructions read.
+inline void tile_fence() { __asm__ volatile("" : : : "memory"); }
+
+// The first `rows` of 16 rows that lie `stride` apart, n of 32 elements each, and zeros.
+inline void copy_tile(const BFloat16* x, int64_t stride, int rows, int n, BFloat16* tile) {
+    const __mmask32 lanes = n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1;
+    for (int i = 0; i < 16; ++i) {
+        const __mmask32 wanted = i < rows ? lanes : 0;
+        _mm512_store_si512(tile + i * 32, _mm512_maskz_loadu_epi16(wanted, x + i * stride));
+    }
+}
 
 template <class A>
 constexpr int kQueryTerms = 2;
@@ -35,17 +53,25 @@ struct Scores<BFloat16> {
     template <int Heads>
     using Shape = TileShape<Heads, kUseTiles<Heads>>;
     static constexpr int kQueryRows = 2;  // two terms of 8 heads take less than 2 * 5 rows
+    static constexpr int kSteps = 4;      // of a prefetch, per 16 tokens and 32 of head_dim
+
+    // Whenever the number of heads changes.
+    static void begin(int heads) {
+        const AttentionTiles tiles(heads);
+        __asm__ volatile("" : : "r"(&tiles) : "memory");  // GCC takes 8 bytes to be read below
+        _tile_loadconfig(&tiles);
+    }
 
     template <int Heads>
     static float remaining_scale(float scale) {
         return kUseTiles<Heads> ? scale : 1.0f;
     }
 
-    // rows: [term][head_dim / 2][kPadded] pairs of bfloat16.
+    // rows: [term][padded head_dim / 2][kPadded] pairs of bfloat16.
     template <int Heads, class A>
     static void pack_queries(const A* q, int head_dim, float* rows) {
         constexpr int kPadded = Shape<Heads>::kPadded;
-        const int pairs = head_dim / 2;
+        const int pairs = padded_head_dim(head_dim) / 2;
         BFloat16* packed = reinterpret_cast<BFloat16*>(rows);
         memset(packed, 0, size_t(kQueryTerms<A>) * pairs * kPadded * 4);
         for (int h = 0; h < Heads; ++h) {
@@ -74,7 +100,7 @@ struct Scores<BFloat16> {
     template <int Heads>
     static int steps(int head_dim, int tokens) {
         if constexpr (kUseTiles<Heads>) {
-            return (tokens + 31) / 32 * ((head_dim + 31) / 32);
+            return (tokens + 15) / 16 * ((head_dim + 31) / 32) * kSteps;
         } else {
             return Fma::steps<Heads>(head_dim, tokens);
         }
@@ -93,59 +119,33 @@ struct Scores<BFloat16> {
     // Tile state that is in use makes context switches slower.
     static void end() { _tile_release(); }
 
-    // Tiles 0 and 1: C of two times 16 tokens; 2 and 3: A; 4: B. 5 to 7 are A and B of the last
-    // step where head_dim is no multiple of 32.
-    template <int Heads>
-    static void configure(int head_dim) {
-        constexpr int kPadded = Shape<Heads>::kPadded;
-        const int tail = head_dim % 32;
-        ScoreTiles tiles;
-        tiles.set(0, 16, kPadded * 4);
-        tiles.set(1, 16, kPadded * 4);
-        tiles.set(2, 16, 64);
-        tiles.set(3, 16, 64);
-        tiles.set(4, 16, kPadded * 4);
-        if (tail > 0) {
-            tiles.set(5, 16, tail * 2);
-            tiles.set(6, 16, tail * 2);
-            tiles.set(7, tail / 2, kPadded * 4);
-        }
-        _tile_loadconfig(&tiles);
-    }
-
     template <int Heads, class A>
     static void score_tiles(const BFloat16* k, int head_dim, int tokens, const float* rows,
                             Prefetch ahead, float* scores) {
         constexpr int kPadded = Shape<Heads>::kPadded, kRowBytes = kPadded * 4;
-        configure<Heads>(head_dim);
-        const int row = head_dim * 2;  // bytes
-        for (int token = 0; token < tokens; token += 32) {
+        alignas(64) BFloat16 copy[16 * 32];
+        const int padded = padded_head_dim(head_dim);
+        for (int token = 0; token < tokens; token += 16) {
             const BFloat16* first = k + int64_t(token) * head_dim;
-            const bool two = token + 16 < tokens;
-            const BFloat16* second = two ? first + 16 * head_dim : first;
             _tile_zero(0);
-            _tile_zero(1);
             for (int d = 0; d < head_dim; d += 32) {
+                if (head_dim - d >= 32) {
+                    _tile_loadd(2, first + d, int64_t(head_dim) * 2);
+                } else {
+                    copy_tile(first + d, head_dim, 16, head_dim - d, copy);
+                    tile_fence();
+                    _tile_loadd(2, copy, 64);
+                }
                 ahead.step();
                 for (int term = 0; term < kQueryTerms<A>; ++term) {
-                    const float* b = rows + (term * head_dim + d) / 2 * kPadded;
-                    if (head_dim - d >= 32) {
-                        if (term == 0) _tile_loadd(2, first + d, row);
-                        if (term == 0) _tile_loadd(3, second + d, row);
-                        _tile_loadd(4, b, kRowBytes);
-                        _tile_dpbf16ps(0, 2, 4);
-                        _tile_dpbf16ps(1, 3, 4);
-                    } else {
-                        if (term == 0) _tile_loadd(5, first + d, row);
-                        if (term == 0) _tile_loadd(6, second + d, row);
-                        _tile_loadd(7, b, kRowBytes);
-                        _tile_dpbf16ps(0, 5, 7);
-                        _tile_dpbf16ps(1, 6, 7);
-                    }
+                    _tile_loadd(1, rows + (term * padded + d) / 2 * kPadded, kRowBytes);
+                    ahead.step();
+                    _tile_dpbf16ps(0, 2, 1);
+                    ahead.step();
                 }
+                ahead.step();
             }
             _tile_stored(0, scores + token * kPadded, kRowBytes);
-            if (two) _tile_stored(1, scores + (token + 16) * kPadded, kRowBytes);
         }
     }
 };

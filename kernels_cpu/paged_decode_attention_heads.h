@@ -55,6 +55,7 @@ struct HeadTiles {
     int count() const { return (group + kMaxTileHeads - 1) / kMaxTileHeads; }
     int begin(int tile) const { return group * tile / count(); }
     int heads(int tile) const { return begin(tile + 1) - begin(tile); }
+    bool are_even() const { return group % count() == 0; }
 };
 
 // Calls body.template run<heads>() with the number of heads as a constant.
@@ -103,7 +104,9 @@ struct FmaScores {
         }
     }
 
-    static void end() {}  // called once a thread has finished its pieces
+    // Called before a thread's pieces, and where tiles of a group differ in heads; after them.
+    static void begin(int) {}
+    static void end() {}
 
     template <int Heads>
     static int steps(int head_dim, int tokens) {
@@ -122,9 +125,31 @@ struct FmaScores {
 template <class T>
 struct Scores : FmaScores<T> {};
 
+// Weighted sums of V with fused multiply-adds of float32.
+template <class T>
+struct FmaValues {
+    template <int Heads>
+    using Shape = typename Scores<T>::template Shape<Heads>;
+
+    template <int Heads>
+    static int steps(int head_dim, int tokens) {
+        return value_steps<Shape<Heads>>(head_dim, tokens);
+    }
+
+    template <int Heads>
+    static void add(const T* v, int head_dim, int tokens, float* weights, const float* rescale,
+                    Prefetch ahead, float* values, int stride) {
+        add_values<Shape<Heads>>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
+    }
+};
+
+// As Scores.
+template <class T>
+struct Values : FmaValues<T> {};
+
 #ifdef __AMX_BF16__
 }  // namespace swiftapex::SWIFTAPEX_ISA
-#include "kernels_cpu/paged_decode_attention_amx.h"
+#include "kernels_cpu/paged_decode_attention_amx_values.h"
 namespace swiftapex::SWIFTAPEX_ISA {
 #endif
 
@@ -140,12 +165,19 @@ struct BlockRunner {
     float *queries, *values, *maxima, *sums;  // of the tile's first query head
     float* scores;
 
-    // This tile's part of the planes `far` and `near`; without a next tile only `near` is fetched.
-    Prefetch ahead(const T* far, const T* near, int steps) const {
-        const int64_t size = int64_t(tokens) * head_dim;
+    // While `plane`, K or V, is read: half of this tile's part of the next planes, each of which
+    // is fetched from two places. Without next planes these are fetched again, to no effect.
+    [[gnu::always_inline]] Prefetch ahead(const T* plane, int steps) const {
+        const int64_t size = int64_t(tokens) * head_dim * int64_t(sizeof(T));
         const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
-        return Prefetch::over((next != nullptr ? far : near) + begin, near + begin,
-                              (end - begin) * int64_t(sizeof(T)), steps);
+        const int64_t groups = (end - begin + Prefetch::kGroup - 1) / Prefetch::kGroup;
+        const int64_t half = groups * Prefetch::kGroup / 2;  // of a plane
+        const char* next_k = reinterpret_cast<const char*>(next != nullptr ? next : k) + begin +
+                             (plane == k ? 0 : half / 2);
+        const char* next_v = next_k + (v - k) * int64_t(sizeof(T));
+        return Prefetch::over({next_k, next_k + half, next_v, next_v + half},
+                              reinterpret_cast<const char*>(plane) + begin + Prefetch::kNearBytes,
+                              groups, steps);
     }
 
     void fetch_scales() const {
@@ -160,10 +192,8 @@ struct BlockRunner {
         using Shape = typename Scores<T>::template Shape<Heads>;
         alignas(64) float rescale[Shape::kLanes];
         const int steps = Scores<T>::template steps<Heads>(head_dim, tokens);
-        const Prefetch while_scoring = ahead(next, v, steps);
-        const Prefetch while_adding =
-            next == nullptr ? Prefetch::none()
-                            : ahead(next + (v - k), next, value_steps<Shape>(head_dim, tokens));
+        const Prefetch while_scoring = ahead(k, steps);
+        const Prefetch while_adding = ahead(v, Values<T>::template steps<Heads>(head_dim, tokens));
         Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
         const float remaining = Scores<T>::template remaining_scale<Heads>(scale);
         if constexpr (kScaleElements<T> > 0) {
@@ -174,8 +204,8 @@ struct BlockRunner {
         } else {
             softmax_tokens<Shape>(scores, tokens, remaining, NoScales{}, maxima, sums, rescale);
         }
-        add_values<Shape>(v, head_dim, tokens, scores, rescale, while_adding, values,
-                          padded_head_dim(head_dim));
+        Values<T>::template add<Heads>(v, head_dim, tokens, scores, rescale, while_adding, values,
+                                       padded_head_dim(head_dim));
     }
 };
 

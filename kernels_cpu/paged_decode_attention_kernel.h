@@ -113,6 +113,7 @@ struct DecodePieceRunner {
         const HeadTiles tiles{group()};
         for (int i = 0; i < tiles.count(); ++i) {
             const int64_t h = int64_t(head - piece.head_begin) * group() + tiles.begin(i);
+            if (!tiles.are_even()) Scores<T>::begin(tiles.heads(i));
             with_tile_heads(
                 tiles.heads(i),
                 BlockRunner<T, A>{k, v, next, args.block_size, args.head_dim, tokens, base2_scale(),
@@ -157,6 +158,7 @@ struct DecodePieceRunner {
 
     void run(int thread) const {
         const int end = plan.piece_begin[thread + 1];
+        Scores<T>::begin(HeadTiles{group()}.heads(0));
         for (int i = plan.piece_begin[thread]; i < end; ++i) {
             const DecodePiece& piece = plan.pieces[i];
             const bool more = i + 1 < end && plan.pieces[i + 1].token_end > 0;

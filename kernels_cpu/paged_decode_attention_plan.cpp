@@ -7,7 +7,7 @@
 namespace swiftapex {
 namespace {
 
-constexpr int kMinPieceTokens = 256;  // rows are not cut into shorter pieces to occupy threads
+constexpr int kMinPieceTokens = 128;  // rows are not cut into shorter pieces to occupy threads
 
 // Reading q, writing the output and starting to read at a new place: about as long as this many
 // tokens take.
@@ -35,6 +35,7 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
     if (rows < 0 || kv_heads < 1 || num_threads < 1 || block_size < 1) {
         throw std::invalid_argument("decode plan: sizes must be positive");
     }
+    context_lens_.assign(context_lens, context_lens + rows);
     int64_t tokens = 0;
     for (int row = 0; row < rows; ++row) {
         if (context_lens[row] < 0) throw std::invalid_argument("decode plan: negative context");

@@ -41,32 +41,42 @@ struct TileShape {
     }
 };
 
-// Fetches two stretches of memory line by line, a few at every step of a loop, in ascending order
-// as the hardware's own prefetchers expect it: `far` from memory into the second-level cache, a
-// tile ahead, and `near` from there into the first, a plane ahead. Fetching from memory straight
-// into the first one leaves memory idle: it has too few line buffers for that.
+// Fetches memory a few lines at a time, spread over the steps of a loop.
+//
+// `far`: the next tile, from memory into the second-level cache. Its lines are requested from four
+// places in turn: a hardware prefetcher follows each of them within its page, and together they
+// keep more requests on their way than one core has line buffers for.
+// `near`: what is read kNearBytes later, on its way into the first-level cache. Fetching from
+// memory straight into that one leaves memory idle, for want of line buffers.
 struct Prefetch {
-    const char* far;
-    const char* near;
-    int64_t left;  // bytes
-    int64_t bytes_per_step;
+    static constexpr int kStreams = 4;
+    static constexpr int kGroup = kStreams * 64;  // bytes of both that are fetched at once
+    static constexpr int kNearBytes = 32 * 64;
 
-    static Prefetch none() { return {nullptr, nullptr, 0, 0}; }
-    static Prefetch over(const void* far, const void* near, int64_t bytes, int steps) {
-        if (steps == 0) return none();
-        const int64_t lines_per_step = (bytes + 64 * int64_t(steps) - 1) / (64 * int64_t(steps));
-        return {static_cast<const char*>(far), static_cast<const char*>(near), bytes,
-                64 * lines_per_step};
+    const char* far[kStreams];
+    const char* near;
+    int64_t groups;                            // that are left
+    int64_t groups_per_step, steps_per_group;  // one of them is 1
+    int64_t wait;                              // steps up to the next group
+
+    static Prefetch over(const char* const (&far)[kStreams], const char* near, int64_t groups,
+                         int64_t steps) {
+        if (steps == 0 || groups == 0) return {{}, nullptr, 0, 0, 0, 0};
+        return {{far[0], far[1], far[2], far[3]},    near, groups, (groups + steps - 1) / steps,
+                steps > groups ? steps / groups : 1, 1};
     }
-    void step() {
-        const int64_t bytes = bytes_per_step < left ? bytes_per_step : left;
-        for (int64_t i = 0; i < bytes; i += 64) {
-            prefetch_far(far + i);
-            prefetch(near + i);
+
+    [[gnu::always_inline]] void step() {
+        if (--wait > 0) return;
+        wait = steps_per_group;
+        for (int64_t i = 0; i < groups_per_step && groups > 0; ++i, --groups) {
+            for (int j = 0; j < kStreams; ++j) {
+                prefetch_far(far[j]);
+                prefetch(near + j * 64);
+                far[j] += 64;
+            }
+            near += kGroup;
         }
-        far += bytes;
-        near += bytes;
-        left -= bytes;
     }
 };
 

@@ -149,6 +149,9 @@ class _Session:
             "arguments": list(arguments),
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "seeds": {plan.folder: plan.seed for plan in self._experiment.runs},
+            "cpu_attention_kernels": {
+                plan.folder: plan.engine.cpu.attention_kernel for plan in self._experiment.runs
+            },
         }
         write_json(self._folder / "environment.json", self._environment)
 

@@ -108,6 +108,11 @@ def test_resolved_file_can_be_run_again(tmp_path: Path) -> None:
         ("engine.device=gpu", "'gpu': expected 'cpu', 'cuda' or 'reference'"),
         ("engine.gpu=3", "engine.gpu: 3: expected a mapping"),
         ("engine.cpu.hugepages=1", "engine.cpu.hugepages: 1: expected true or false"),
+        ("engine.cpu.attention_kernel=fast", "'fast': expected 'tuned' or 'plain'"),
+        (
+            "engine.cpu={kv_dtype: int8, attention_kernel: plain}",
+            "engine.cpu: kv_dtype int8 needs attention_kernel: tuned",
+        ),
         ("engine.gpu.memory=16 bananas", "expected a size such as 16GiB"),
         ("engine.gpu.kv_memory=1GiB", "engine.gpu: expected kv_tokens or kv_memory, not both"),
         (

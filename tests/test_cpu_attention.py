@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swiftapex import _kernels_cpu as kernels
 
+Kernel = Callable[..., None]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ISAS = kernels.available_isas()
 THREADS = (1, 2, 7, 17)
@@ -87,14 +88,14 @@ class Case:
         q, k, v = self.qkv.split((self.q_heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
 
-    def run(self, num_threads: int) -> Tensor:
+    def run(self, num_threads: int, kernel: Kernel = kernels.paged_decode_attention) -> Tensor:
         q, k, v = self.heads()
         rows = len(self.contexts)
         out = torch.full((rows, self.q_heads, self.head_dim), torch.nan, dtype=self.dtype)
         plan = kernels.DecodePlan(
             self.lens.data_ptr(), rows, self.kv_heads, self.block_size, num_threads
         )
-        attend(pool(num_threads), plan, q, k, v, out, self.kv, self.table, self.scale)
+        attend(pool(num_threads), plan, q, k, v, out, self.kv, self.table, self.scale, kernel)
         return out
 
     def appended(self) -> Tensor:
@@ -133,8 +134,9 @@ def attend(
     kv: Tensor,
     table: Tensor,
     scale: float,
+    kernel: Kernel = kernels.paged_decode_attention,
 ) -> None:
-    kernels.paged_decode_attention(
+    kernel(
         threads,
         plan,
         DTYPES.index(q.dtype),
@@ -158,9 +160,9 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype is torch.float32 else torch.int16)
 
 
-def check(case: Case, num_threads: int) -> None:
+def check(case: Case, num_threads: int, kernel: Kernel = kernels.paged_decode_attention) -> None:
     want, want_kv = case.reference(), case.appended()
-    got = case.run(num_threads)
+    got = case.run(num_threads, kernel)
     assert torch.equal(bits(case.kv), bits(want_kv)), "KV differs from one appended token per row"
     assert torch.isfinite(got).all()
     error = (got.double() - want).abs().amax((1, 2))

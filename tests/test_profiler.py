@@ -220,6 +220,7 @@ def a_print(**change: Any) -> dict[str, Any]:
         {"engine": EngineConfig(gpu=GpuConfig(sm_count=8))},
         {"engine": EngineConfig(gpu=GpuConfig(memory=2**34))},
         {"engine": EngineConfig(block_size=16)},
+        {"engine": EngineConfig(cpu=CpuConfig(attention_kernel="plain"))},
         {"engine": EngineConfig(tensor_parallel_size=2)},
         {"sizes": dataclasses.replace(SIZES, cpu_blocks=0)},
         {"sizes": dataclasses.replace(SIZES, cpu_dtype="float16")},

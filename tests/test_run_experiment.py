@@ -83,7 +83,9 @@ def test_a_good_experiment(run: Runner, experiment: Path) -> None:
     assert two["policy"] == "fixed:sequential"
     assert "All 2 runs generated the same tokens." in run.stdout
     assert "tokens/s" in run.stderr
-    assert json.loads((folder / "environment.json").read_text())["seeds"] == {"one": 3, "two": 3}
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["seeds"] == {"one": 3, "two": 3}
+    assert environment["cpu_attention_kernels"] == {"one": "tuned", "two": "tuned"}
     assert all(engine.closed for engine in run.engines)
 
 

@@ -11,6 +11,7 @@
 #include "kernels_cpu/linear.h"
 #include "kernels_cpu/linear_bfloat16.h"
 #include "kernels_cpu/paged_decode_attention_kernel.h"
+#include "kernels_cpu/plain_decode_attention_kernel.h"
 #include "kernels_cpu/quantize.h"
 #include "kernels_cpu/read_stream.h"
 
@@ -30,6 +31,8 @@ const KernelTable* kernels() {
         read_stream,
         {decode_pieces<float>, decode_pieces<Half>, decode_pieces<BFloat16>, decode_pieces<Int8>},
         {decode_merge<float>, decode_merge<Half>, decode_merge<BFloat16>, decode_merge<Int8>},
+        {plain_append<float>, plain_append<Half>, plain_append<BFloat16>},
+        {plain_attend<float>, plain_attend<Half>, plain_attend<BFloat16>},
         {{convert<float, float>, convert<float, Half>, convert<float, BFloat16>},
          {convert<Half, float>, convert<Half, Half>, convert<Half, BFloat16>},
          {convert<BFloat16, float>, convert<BFloat16, Half>, convert<BFloat16, BFloat16>}},

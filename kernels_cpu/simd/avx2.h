@@ -184,7 +184,12 @@ inline F32 exp2(F32 x) {
     return mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
 }
 
-inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+// In assembly: GCC removes loops that do nothing but prefetch through its builtin.
+inline void prefetch(const void* p) {
+    __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
+}
+inline void prefetch_far(const void* p) {
+    __asm__ volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+}
 
 }  // namespace swiftapex::SWIFTAPEX_ISA

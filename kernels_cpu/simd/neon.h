@@ -115,7 +115,8 @@ inline F32 exp2(F32 x) {
     return mul(p, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+// In assembly: GCC removes loops that do nothing but prefetch through its builtin.
+inline void prefetch(const void* p) { __asm__ volatile("prfm pldl1keep, [%0]" : : "r"(p)); }
+inline void prefetch_far(const void* p) { __asm__ volatile("prfm pldl2keep, [%0]" : : "r"(p)); }
 
 }  // namespace swiftapex::SWIFTAPEX_ISA

@@ -5,6 +5,7 @@
 #include "kernels_cpu/copy_blocks.h"
 #include "kernels_cpu/dispatch.h"
 #include "kernels_cpu/paged_decode_attention.h"
+#include "kernels_cpu/plain_decode_attention.h"
 #include "kernels_cpu/tests/values.h"
 
 namespace swiftapex::tests {
@@ -41,7 +42,9 @@ struct Case {
         return kv.dtype == kBFloat16 ? std::max(rounding, 2e-5) : rounding;
     }
 
-    void run(ThreadPool& pool) { run(pool, kv.data(), kv.dtype); }
+    using Attention = void (*)(ThreadPool&, DecodePlan&, const DecodeAttentionArgs&);
+
+    void run(ThreadPool& pool, Attention attention) { run(pool, attention, kv.data(), kv.dtype); }
 
     // As int8; what is stored then comes back as kv.
     void run_int8(ThreadPool& pool) {
@@ -51,12 +54,12 @@ struct Case {
         std::iota(ids.begin(), ids.end(), 0);
         copy_blocks({kv.data(), stored.data(), kv.dtype, kInt8, blocks, blocks, planes,
                      shape.block_size, shape.head_dim, ids, ids});
-        run(pool, stored.data(), kInt8);
+        run(pool, paged_decode_attention, stored.data(), kInt8);
         copy_blocks({stored.data(), kv.data(), kInt8, kv.dtype, blocks, blocks, planes,
                      shape.block_size, shape.head_dim, ids, ids});
     }
 
-    void run(ThreadPool& pool, void* kv_memory, DType kv_dtype) {
+    void run(ThreadPool& pool, Attention attention, void* kv_memory, DType kv_dtype) {
         DecodePlan plan(lens.data(), rows, shape.kv_heads, shape.block_size, pool.num_threads());
         const int64_t k = shape.q_heads * shape.head_dim, v = k + shape.kv_heads * shape.head_dim;
         DecodeAttentionArgs args;
@@ -76,7 +79,7 @@ struct Case {
         args.scale = float(scale());
         args.dtype = qkv.dtype;
         args.kv_dtype = kv_dtype;
-        paged_decode_attention(pool, plan, args);
+        attention(pool, plan, args);
     }
 
     // Row of kv that holds K (0) or V (1) at a position of a request.
@@ -138,11 +141,13 @@ struct Case {
 void every_dtype(ThreadPool& pool, Shape shape, const std::vector<int32_t>& contexts) {
     for (const DType dtype : kDTypes) {
         for (const DType kv_dtype : kDTypes) {
-            Case batch(shape, contexts, dtype, kv_dtype);
-            const Matrix before = batch.kv;
-            batch.run(pool);
-            batch.check_append(before);
-            batch.check();
+            for (const auto attention : {paged_decode_attention, plain_decode_attention}) {
+                Case batch(shape, contexts, dtype, kv_dtype);
+                const Matrix before = batch.kv;
+                batch.run(pool, attention);
+                batch.check_append(before);
+                batch.check();
+            }
         }
         Case batch(shape, contexts, dtype, kFloat32);
         batch.run_int8(pool);

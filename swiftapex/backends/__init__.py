@@ -68,7 +68,8 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         from swiftapex.backends.cpu_lane import CopyLane, CpuLane
 
         gpu_threads, cpu_side_threads = split_threads(engine.cpu.threads, ranks)
-        return Backends(CpuBackend(gpu_threads), CpuLane(cpu_side_threads), CopyLane())
+        lane = CpuLane(cpu_side_threads, kernel=engine.cpu.attention_kernel)
+        return Backends(CpuBackend(gpu_threads), lane, CopyLane())
     return _cuda_backends(engine, with_cpu_side)
 
 
@@ -105,7 +106,7 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     lane = None
     if with_cpu_side:
         threads = threads_beside_launching(engine.cpu.threads, engine.tensor_parallel_size)
-        lane = CudaCpuLane(threads, gpu.device)
+        lane = CudaCpuLane(threads, gpu.device, engine.cpu.attention_kernel)
     return Backends(
         gpu=gpu,
         cpu_attention=lane,

@@ -64,13 +64,18 @@ class CpuLane:
 
     `order`: "fifo", or "deepest_first", which prefers later layers. In both, a call whose data
     have not arrived is overtaken by calls whose data have: they are for other rows or layers and
-    do not depend on each other.
+    do not depend on each other. `kernel`: "tuned", or "plain" for comparisons.
     """
 
     def __init__(
-        self, threads: ThreadPlan, order: Literal["fifo", "deepest_first"] = "fifo"
+        self,
+        threads: ThreadPlan,
+        order: Literal["fifo", "deepest_first"] = "fifo",
+        kernel: Literal["tuned", "plain"] = "tuned",
     ) -> None:
-        self._runtime = kernels.AttentionRuntime(threads.count, list(threads.cpus), order)
+        self._runtime = kernels.AttentionRuntime(
+            threads.count, list(threads.cpus), order, kernel=kernel
+        )
         self._num_threads = threads.count
         self._plans: OrderedDict[int, PlannedDecodes] = OrderedDict()  # by id of their batch
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -68,8 +69,13 @@ class CudaTicket:
 class CudaCpuLane:
     """`CpuLane` behind the compute stream. Used by the launching thread alone."""
 
-    def __init__(self, threads: ThreadPlan, device: torch.device) -> None:
-        self._lane = CpuLane(threads)
+    def __init__(
+        self,
+        threads: ThreadPlan,
+        device: torch.device,
+        kernel: Literal["tuned", "plain"] = "tuned",
+    ) -> None:
+        self._lane = CpuLane(threads, kernel=kernel)
         self._device = device
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.link_bytes = 0  # of Q, K, V and O, that crossed or are about to

@@ -91,13 +91,21 @@ class CpuConfig(KvSection):
 
     `kv_dtype` auto: as on the GPU; int8: with a float32 scale per token and head, about half the
     bytes of 16 bits, not exact. `threads` auto: from affinity and the cgroup's quota.
+    `attention_kernel` plain: simple loops instead of the tuned kernel, to measure what that gains.
     """
 
     threads: PositiveInt | Auto = "auto"
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
+    attention_kernel: Literal["tuned", "plain"] = "tuned"
     numa: Literal["auto", "none"] = "auto"
     hugepages: bool = True
     mlock: bool = False
+
+    @model_validator(mode="after")
+    def _kernel_takes_dtype(self) -> CpuConfig:
+        if self.attention_kernel == "plain" and self.kv_dtype == "int8":
+            raise ValueError("kv_dtype int8 needs attention_kernel: tuned")
+        return self
 
 
 class EngineConfig(Section):

@@ -23,6 +23,8 @@ def check_supported(engine: EngineConfig) -> None:
     unheeded = ["cpu.numa", "cpu.hugepages", "cpu.mlock"]
     if engine.device != "cuda":
         unheeded = ["gpu.preset", "gpu.sm_count", "gpu.memory", *unheeded]
+    if engine.device == "reference":
+        unheeded += ["cpu.attention_kernel"]
     for key in unheeded:
         asked, default = engine, defaults
         for part in key.split("."):

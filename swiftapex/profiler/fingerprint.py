@@ -48,7 +48,11 @@ def fingerprint(
             "sm_count": engine.gpu.sm_count,
             "memory": engine.gpu.memory,
         },
-        "cpu": {"model": cpu_model(), "threads": _threads(engine, sizes.cpu_blocks > 0)},
+        "cpu": {
+            "model": cpu_model(),
+            "threads": _threads(engine, sizes.cpu_blocks > 0),
+            "attention_kernel": engine.cpu.attention_kernel,
+        },
         "tensor_parallel_size": engine.tensor_parallel_size,
         "versions": {name: _version(name) for name in ("swiftapex", "torch")},
         "native": {name: _native_hash(name) for name in _NATIVE},

@@ -1,0 +1,157 @@
+// The values of attention to bfloat16 KV with AMX tiles: 8 heads x 16 of head_dim x 16 tokens per
+// instruction. B is loaded straight from the V plane. An instruction multiplies pairs along a row
+// of B with pairs of A and adds them up; pairs (w, 0) give the even elements of head_dim, (0, w)
+// the odd ones, as they lie apart in a vector pair of bfloat16. w is two bfloat16 terms.
+#pragma once
+
+#include "kernels_cpu/paged_decode_attention_amx.h"
+
+namespace swiftapex::SWIFTAPEX_ISA {
+
+// In each quarter: x[i] word j <-> x[j] word i.
+inline void transpose_quarters(__m512i (&x)[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi64(a, c);
+    x[1] = _mm512_unpackhi_epi64(a, c);
+    x[2] = _mm512_unpacklo_epi64(b, d);
+    x[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// [heads][16 tokens] of one term, for the odd elements and for the even ones.
+struct alignas(64) WeightTiles {
+    uint32_t odd[8 * 16], even[8 * 16];
+};
+
+template <>
+struct Values<BFloat16> {
+    using Fma = FmaValues<BFloat16>;
+    template <int Heads>
+    static constexpr bool kUseTiles = Scores<BFloat16>::kUseTiles<Heads>;
+    static constexpr int kSteps = 8;  // of a prefetch, per 32 tokens and 32 of head_dim
+
+    template <int Heads>
+    static int steps(int head_dim, int tokens) {
+        if constexpr (kUseTiles<Heads>) {
+            return (tokens + 31) / 32 * ((head_dim + 31) / 32) * kSteps;
+        } else {
+            return Fma::steps<Heads>(head_dim, tokens);
+        }
+    }
+
+    template <int Heads>
+    static void add(const BFloat16* v, int head_dim, int tokens, float* weights,
+                    const float* rescale, Prefetch ahead, float* values, int stride) {
+        if constexpr (kUseTiles<Heads>) {
+            rescale_values<Heads>(rescale, values, stride);
+            add_tiles(v, head_dim, tokens, weights, ahead, values, stride);
+        } else {
+            Fma::add<Heads>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
+        }
+    }
+
+    // A new maximum is rare once some blocks have been read.
+    template <int Heads>
+    static void rescale_values(const float* rescale, float* values, int stride) {
+        for (int h = 0; h < Heads; ++h) {
+            if (rescale[h] == 1.0f) continue;
+            const F32 factor = set1(rescale[h]);
+            float* row = values + h * stride;
+            for (int d = 0; d < stride; d += kWidth) store(row + d, mul(load(row + d), factor));
+        }
+    }
+
+    // To eight bits, ties away from zero.
+    static __m512i rounded_term(__m512i x) {
+        return _mm512_and_si512(_mm512_add_epi32(x, _mm512_set1_epi32(0x8000)),
+                                _mm512_set1_epi32(int(0xFFFF0000u)));
+    }
+
+    // weights [32 tokens][8 heads], zero from `tokens` on, where they mean nothing -> tiles
+    // [even tokens | odd ones][term].
+    static void split_weights(float* weights, int tokens, WeightTiles (&tiles)[2][2]) {
+        for (int t = (tokens + 1) / 2 * 2; t < 32; t += 2) store(weights + t * 8, zero());
+        for (int parity = 0; parity < 2; ++parity) {
+            __m512i low[4], high[4];
+            for (int i = 0; i < 4; ++i) {
+                // Heads of tokens 2 * i, + 8, + 16, + 24 (+ parity); a vector holds two tokens.
+                const auto token = [&](int t) {
+                    return _mm512_castsi256_si512(
+                        _mm256_loadu_si256((const __m256i*)(weights + (2 * i + t + parity) * 8)));
+                };
+                const auto join = [](__m512i a, __m512i b) {
+                    return _mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1);
+                };
+                low[i] = join(token(0), token(8));
+                high[i] = join(token(16), token(24));
+            }
+            transpose_quarters(low);
+            transpose_quarters(high);
+            for (int h = 0; h < 4; ++h) {
+                store_terms(_mm512_shuffle_i32x4(low[h], high[h], 0x88), h, tiles[parity]);
+                store_terms(_mm512_shuffle_i32x4(low[h], high[h], 0xDD), h + 4, tiles[parity]);
+            }
+        }
+    }
+
+    static void store_terms(__m512i x, int head, WeightTiles (&tiles)[2]) {
+        const __m512i first = rounded_term(x);
+        const F32 rest = sub(_mm512_castsi512_ps(x), _mm512_castsi512_ps(first));
+        const __m512i second = rounded_term(_mm512_castps_si512(rest));
+        _mm512_store_si512(tiles[0].odd + head * 16, first);
+        _mm512_store_si512(tiles[0].even + head * 16, _mm512_srli_epi32(first, 16));
+        _mm512_store_si512(tiles[1].odd + head * 16, second);
+        _mm512_store_si512(tiles[1].even + head * 16, _mm512_srli_epi32(second, 16));
+    }
+
+    static void add_tiles(const BFloat16* v, int head_dim, int tokens, float* weights,
+                          Prefetch ahead, float* values, int stride) {
+        WeightTiles tiles[2][2];
+        alignas(64) BFloat16 copies[2][16 * 32];
+        for (int token = 0; token < tokens; token += 32) {
+            const int left = tokens - token < 32 ? tokens - token : 32;
+            split_weights(weights + token * 8, left, tiles);
+            for (int d = 0; d < head_dim; d += 32) {
+                const BFloat16* from = v + int64_t(token) * head_dim + d;
+                if (left == 32 && head_dim - d >= 32) {
+                    add_columns(from, from + head_dim, head_dim * 4, tiles, ahead, values + d,
+                                stride * 4);
+                    continue;
+                }
+                const int64_t two_rows = int64_t(head_dim) * 2;
+                copy_tile(from, two_rows, (left + 1) / 2, head_dim - d, copies[0]);
+                copy_tile(from + head_dim, two_rows, left / 2, head_dim - d, copies[1]);
+                add_columns(copies[0], copies[1], 64, tiles, ahead, values + d, stride * 4);
+            }
+        }
+    }
+
+    // 32 of head_dim. even, odd: V of such tokens; strides are in bytes.
+    static void add_columns(const BFloat16* even, const BFloat16* odd, int64_t v_stride,
+                            const WeightTiles (&tiles)[2][2], Prefetch& ahead, float* values,
+                            int64_t stride) {
+        tile_fence();
+        _tile_loadd(3, values, stride);
+        _tile_loadd(4, values + 16, stride);
+        for (int parity = 0; parity < 2; ++parity) {
+            const WeightTiles(&terms)[2] = tiles[parity];
+            _tile_loadd(2, parity == 0 ? even : odd, v_stride);
+            ahead.step();
+            _tile_loadd(5, terms[0].even, 64);
+            _tile_dpbf16ps(3, 5, 2);
+            ahead.step();
+            _tile_loadd(6, terms[0].odd, 64);
+            _tile_dpbf16ps(4, 6, 2);
+            ahead.step();
+            _tile_loadd(7, terms[1].even, 64);
+            _tile_dpbf16ps(3, 7, 2);
+            ahead.step();
+            _tile_loadd(5, terms[1].odd, 64);
+            _tile_dpbf16ps(4, 5, 2);
+        }
+        _tile_stored(3, values, stride);
+        _tile_stored(4, values + 16, stride);
+    }
+};
+
+}  // namespace swiftapex::SWIFTAPEX_ISA
