@@ -3,16 +3,13 @@ share an engine: a CPU pool of tens of GiB takes longer to set up than a point t
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swiftapex.config.load import RunPlan, expand_experiment
 from swiftapex.config.overrides import with_value
-from swiftapex.core.errors import ConfigError
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.figures.spec import FigureConfig, X
 from swiftapex.measure import EngineFactory, make_engine
@@ -31,13 +28,12 @@ _PICTURED = 6  # iterations after a measured window, traced for a picture of the
 @dataclass(frozen=True)
 class PlannedPoint:
     """A run and the places where its result belongs. `engine_key`: runs that can share an engine
-    have the same. `isa_cap`: of the CPU kernels."""
+    have the same."""
 
     series: str
     xs: tuple[X, ...]
     plan: RunPlan
     engine_key: str
-    isa_cap: str = ""
 
 
 def plan_points(figure: FigureConfig, path: Path) -> list[PlannedPoint]:
@@ -54,8 +50,7 @@ def plan_points(figure: FigureConfig, path: Path) -> list[PlannedPoint]:
         check_runs(experiment)
         for run in experiment.runs:
             if point.only is None or run.name in point.only:
-                cap = figure.isa_cap.get(run.name, "")
-                planned = _planned(run, point.x, number, cap)
+                planned = _planned(run, point.x, number)
                 identity = f"{run.name} {planned.engine_key} {_identity(run)}"
                 known = found.setdefault(identity, planned)
                 if known is not planned:
@@ -82,8 +77,7 @@ class ServingBench:
             return measure_peer(plan)
         engine = self._engine_for(planned)
         items = build_workload(plan.workload, plan.seed, engine.model_config.vocab_size)
-        with isa_capped(planned.isa_cap):
-            log = replay(engine, items, plan.workload, energy=energy_meter(plan.engine))
+        log = replay(engine, items, plan.workload, energy=energy_meter(plan.engine))
         stats = engine.stats()
         if log.error is None and not log.interrupted:
             self.trace.restart(_PICTURED)
@@ -110,32 +104,14 @@ class ServingBench:
         return self._engine
 
 
-@contextlib.contextmanager
-def isa_capped(isa: str) -> Iterator[None]:
-    """CPU kernels use this instruction set at most ("": the best there is)."""
-    if not isa:
-        yield
-        return
-    from swiftapex import _kernels_cpu as kernels
-
-    try:
-        kernels.set_isa_cap(isa)
-    except ValueError as error:
-        raise ConfigError(f"isa_cap: {error}") from error
-    try:
-        yield
-    finally:
-        kernels.set_isa_cap("")
-
-
-def _planned(run: RunPlan, x: X, number: int, isa_cap: str) -> PlannedPoint:
+def _planned(run: RunPlan, x: X, number: int) -> PlannedPoint:
     uses_cpu = run.peer is None and make_policy(run.policy, run.policy_args).uses_cpu
     engine = run.engine.model_dump(mode="json")
     if not uses_cpu and run.engine.device == "cuda":
         del engine["cpu"]  # it has no part in such a run
     key = json.dumps([run.model.model_dump(mode="json"), engine, uses_cpu], sort_keys=True)
     folder = f"{run.folder}__{number}"
-    return PlannedPoint(run.name, (x,), replace(run, folder=folder, sweep={"x": x}), key, isa_cap)
+    return PlannedPoint(run.name, (x,), replace(run, folder=folder, sweep={"x": x}), key)
 
 
 def _identity(run: RunPlan) -> str:

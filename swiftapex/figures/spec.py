@@ -107,8 +107,7 @@ class VariantConfig(Section):
 
 
 class FigureConfig(Section):
-    """`experiment` is an experiment file's content without its `runs`; `points` are put over it.
-    `isa_cap`: series whose CPU kernels may use this instruction set at most."""
+    """`experiment` is an experiment file's content without its `runs`; `points` are put over it."""
 
     figure: str
     title: str
@@ -124,7 +123,6 @@ class FigureConfig(Section):
     experiment: Mapping[str, Any] | None = None
     runs: tuple[Mapping[str, Any], ...] = Field(default=(), strict=False)
     points: tuple[PointConfig, ...] = Field(default=(), strict=False)
-    isa_cap: Mapping[str, str] = Field(default_factory=dict)
     kernels: KernelConfig | None = None
     variants: Mapping[str, VariantConfig] = Field(default_factory=dict)
 
