@@ -77,7 +77,7 @@ def lose_a_rank(
     """Runs requests until the rank dies. Every open one must end with the reason, within 10 s;
     afterwards nothing may be left. Returns the reason and the seconds from death to the end."""
     model_path("mha")  # saving it starts a thread
-    before = traces()
+    before = traces(None)
     ranks = RayRanks(size, device, answer_s=answer_s)
     pids = list(ranks.pids)
     pools = Pools(gpu=7, cpu=24, block_size=16, rows=8, chunk=24)
@@ -107,17 +107,19 @@ def lose_a_rank(
         engine.close()
         ranks.close()
     assert not wait_for_end(pids, 5), "processes are left"
-    left = traces() - before
+    left = traces(ranks.address) - before
     assert not left, left
     return reason, seconds
 
 
-def traces() -> set[str]:
-    """What this process holds that is made for ranks: threads, shared memory, sockets, files."""
+def traces(address: str | None) -> set[str]:
+    """What there is that was made for ranks: this process's threads, shared memory and files, and
+    all connections to the socket `address`."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     found = {line.split(None, 5)[-1] for line in maps if "swiftapex-" in line}
-    found |= {
-        line for line in Path("/proc/net/unix").read_text().splitlines() if "@swiftapex" in line
-    }
+    if address is not None:
+        name = address.replace("\0", "@")
+        sockets = Path("/proc/net/unix").read_text().splitlines()
+        found |= {line for line in sockets if line.endswith(name)}
     found |= {f"/dev/shm/{p.name}" for p in Path("/dev/shm").iterdir() if "swiftapex" in p.name}
     return found | {f"thread {thread.name}" for thread in threading.enumerate()}

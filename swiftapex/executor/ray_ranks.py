@@ -58,6 +58,7 @@ class RayRanks(Ranks):
         self, size: int, device: str, *, timeout_s: float = 120.0, answer_s: float = 600.0
     ) -> None:
         super().__init__(size, answer_s)
+        self.address = f"\0swiftapex-{secrets.token_hex(16)}"  # of the socket of all connections
         self._actors: list[Any] = []
         self._served: list[Any] = []  # references to what `serve` of each actor returns: nothing
         self._group: Any = None
@@ -105,9 +106,8 @@ class RayRanks(Ranks):
             )
         needed = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
         self._place(needed, deadline)
-        address = f"\0swiftapex-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(address)
+            listener.bind(self.address)
             listener.listen(size)
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
             for rank in range(size):
@@ -117,7 +117,7 @@ class RayRanks(Ranks):
                     scheduling_strategy=strategy(self._group, rank),
                 )
                 self._actors.append(actor.remote())
-                served = self._actors[rank].serve.remote(address, rank, size, device, sys.path)
+                served = self._actors[rank].serve.remote(self.address, rank, size, device, sys.path)
                 self._served.append(served)
             self._accept(listener, deadline)
         self._share_memory()
