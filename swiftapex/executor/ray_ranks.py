@@ -125,9 +125,10 @@ class RayRanks(Ranks):
         ray, size = self._ray, self.size
         node = f"node:{ray.util.get_node_ip_address()}"
         bundle = needed | {node: _NODE_SHARE}
-        total = ray.cluster_resources()
+        here = ray.get_runtime_context().get_node_id()
+        (total,) = (n["Resources"] for n in ray.nodes() if n["NodeID"] == here and n["Alive"])
         missing = [
-            f"{size * count:g} {kind}s, of which Ray has {total.get(kind, 0):g}"
+            f"{size * count:g} {kind}s, of which Ray has {total.get(kind, 0):g} on this machine"
             for kind, count in needed.items()
             if total.get(kind, 0) < size * count
         ]
