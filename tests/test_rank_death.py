@@ -125,3 +125,34 @@ if __name__ == "__main__":
 """
     )
     run_script(code, tmp_path / "script.py")
+
+
+def test_ctrl_c_while_ray_starts_leaves_no_process(tmp_path: Path) -> None:
+    """Ray forgets what it had started so far."""
+    code = (
+        ENGINES
+        + """
+import signal
+import threading
+import time
+
+def interrupt():
+    while not psutil.Process().children():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    threading.Thread(target=interrupt).start()
+    try:
+        engine(tensor_parallel_size=2)
+        raise AssertionError("it was not interrupted")
+    except KeyboardInterrupt:
+        assert not psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)[1]
+        assert not ray.is_initialized()
+    llm = engine(tensor_parallel_size=2)
+    assert len(tokens(llm)) == 2
+    llm.close()
+"""
+    )
+    run_script(code, tmp_path / "script.py")

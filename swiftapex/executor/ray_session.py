@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from swiftapex.core.errors import ConfigError, EngineError
@@ -53,19 +56,39 @@ class RaySession:
 def _start(ray: Any, size: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(size, os.cpu_count() or 1),
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except Exception as error:
+        with _interrupts_held():
+            ray.init(
+                address="local",
+                num_cpus=max(size, os.cpu_count() or 1),
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except BaseException as error:
         ray.shutdown()
+        if not isinstance(error, Exception):
+            raise
         raise EngineError(
             f"engine.tensor_parallel_size: Ray does not start: {type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes at the end: Ray forgets the processes of a start that was cut short, and they
+    would live as long as this one. Handlers of signals are the main thread's alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    usual = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual or signal.SIG_DFL)  # None: not set by Python
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _address(ray: Any) -> str:
