@@ -11,9 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from swiftapex import SamplingParams
+from swiftapex.core.errors import EngineError
+from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.request import FinishReason
+from swiftapex.worker.worker import Worker
 
 ray = pytest.importorskip("ray")
-from tests.hybrid import strategy  # noqa: E402
+from swiftapex.executor.ray_ranks import RayRanks  # noqa: E402
+from tests.hybrid import Pools, small_engine, strategy  # noqa: E402
 from tests.rank_death import lose_a_rank  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -47,6 +55,37 @@ def test_a_rank_that_hangs_is_given_up(one_ray: None) -> None:
     reason, seconds = lose_a_rank(policy, args, "decode", 0, sign=signal.SIGSTOP, answer_s=3.0)
     assert "rank 0 of 2 failed: no answer for 3 s" in reason
     assert seconds < 10
+
+
+def fail_after(worker: Worker, victim: int) -> None:
+    """On a rank: if it is `victim`, it fails once its part in an iteration's sums is done."""
+    execute = worker.execute
+
+    def failing(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        if dist.get_rank() == victim:
+            raise MemoryError("no memory for what was left to do")
+        return result
+
+    worker.execute = failing  # type: ignore[method-assign]
+
+
+def test_a_failure_that_nobody_awaits_is_not_taken_for_that_of_another_request(
+    one_ray: None,
+) -> None:
+    ranks = RayRanks(2, "cpu")
+    engine = small_engine("mha", Pools(7, 24, 16, 8, 24), "gpu_only", {}, None, ranks=ranks)
+    try:
+        ranks.call("tests.test_rank_death:fail_after", 1)
+        request = engine.add([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.step()  # rank 0 answers for both
+        assert engine.busy().gpu_s is None
+        with pytest.raises(EngineError, match="rank 1 of 2 failed: MemoryError: no memory for"):
+            engine.step()
+        assert request.finish_reason is FinishReason.ERROR
+    finally:
+        engine.close()
+        ranks.close()
 
 
 def run_script(code: str, path: Path) -> None:
