@@ -49,22 +49,21 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
     if options.dry_run:
         _print_plan(experiment)
         return 0
-    try:
-        folder = create_folder(options.out, experiment.config.name)
-    except OSError as error:
-        print(f"error: --out {options.out}: {error}", file=sys.stderr)
-        return 2
     iterations = experiment.config.trace.iterations
     with contextlib.ExitStack() as stack:
         run: Measure = partial(measure, traced_iterations=iterations, factory=factory)
-        if options.ray is not None:
-            try:
+        try:
+            if options.ray is not None:
                 ray_runs = RayRuns(options.ray, experiment.runs, iterations)
-            except ConfigError as error:
-                print(f"error: {error}", file=sys.stderr)
-                return 2
-            stack.callback(ray_runs.close)
-            run = ray_runs.result
+                stack.callback(ray_runs.close)
+                run = ray_runs.result
+            folder = create_folder(options.out, experiment.config.name)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except OSError as error:
+            print(f"error: --out {options.out}: {error}", file=sys.stderr)
+            return 2
         session = _Session(experiment, folder, run)
         session.describe(arguments if arguments is not None else sys.argv[1:])
         complete = session.run_all()

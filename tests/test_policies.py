@@ -488,6 +488,22 @@ def test_long_run_yields_by_hand() -> None:
     assert steady.gpu_only(cost, replace(mix, gpu_decodes=0)).rate == 0
 
 
+def test_no_more_decodes_are_counted_than_a_batch_takes_tokens() -> None:
+    # 10 decodes on a GPU whose batches take 6 tokens: no chunk beside them, and none of -4.
+    harness = Harness(20, 16, 12, 6, policy="model_based", cpu_blocks=20, staging_blocks=20)
+    for _ in range(10):
+        harness.add(6, 10)
+    while harness.state.queue.num_waiting:
+        harness.step()
+    for _ in range(3):
+        harness.add(6, 10)
+    mix = steady.Mix.of(harness.state)
+    assert mix.prompt_share > 0 and mix.gpu_decodes == mix.max_rows == 6
+    alone = steady.gpu_only(harness.cost, mix)
+    assert alone.chunk == 0 and alone.rate > 0
+    harness.drain()
+
+
 def test_prompts_are_weighed_by_what_ended_requests_had() -> None:
     queue = RequestQueue()
 

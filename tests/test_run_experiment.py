@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_engine import FakeEngine
 
+from swiftapex.config.load import RunPlan
+from swiftapex.ray_runs import RayRuns
 from swiftapex.run_experiment import main
 
 SYNTHETIC = "{kind: synthetic, num_requests: 5, input_len: 4, output_len: 6}"
@@ -113,6 +116,53 @@ def test_runs_on_ray_are_gathered_as_if_they_had_run_here(run: Runner, experimen
     assert {path.name for path in (run.folder / "one").iterdir()} == {
         "requests.jsonl", "iterations.jsonl", "trace.json", "run.yaml",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ranks_on_ray_have_the_machine_to_themselves(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run once the others have ended, one after another, however long those take."""
+    ray = pytest.importorskip("ray")
+    path = tmp_path / "ranks.yaml"
+    path.write_text(
+        """
+name: ranks
+model: {architecture: tiny, weights: dummy, dtype: float32}
+engine: {gpu: {kv_tokens: 128}, cpu: {kv_tokens: 128}, block_size: 16}
+runs:
+  - {name: two, policy: neo, engine: {tensor_parallel_size: 2}}
+  - {name: one, policy: neo}
+  - {name: four, policy: neo, engine: {tensor_parallel_size: 4}}
+workload: {kind: synthetic, num_requests: 3, input_len: 6, output_len: 4}
+"""
+    )
+    start, order = RayRuns._start, []
+
+    def noting(runs: RayRuns, plan: RunPlan, options: dict[str, Any]) -> None:
+        before = list(runs._started.values())
+        going = len(before) - len(ray.wait(before, num_returns=len(before), timeout=0)[0])
+        order.append((plan.folder, going))
+        start(runs, plan, options)
+
+    monkeypatch.setattr(RayRuns, "_start", noting)
+    assert run(path, "--ray", "local") == 0
+    assert order == [("one", 0), ("two", 0), ("four", 0)]
+    assert len({entry["outputs_sha256"] for entry in run.summary["runs"]}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ranks_for_which_no_machine_has_room_are_refused(run: Runner, experiment: Path) -> None:
+    pytest.importorskip("ray")
+    if torch.cuda.device_count() >= 8:
+        pytest.skip("there is room")
+    settings = ("engine.device=cuda", "engine.tensor_parallel_size=8")
+    assert run(experiment, "--ray", "local", *(f"--set={s}" for s in settings)) == 2
+    needs = "run one needs a machine with 8 CPUs and GPUs, one for each rank; Ray's have"
+    assert needs in run.stderr
+    assert not run.out.exists()
 
 
 def test_running_again_measures_anew(run: Runner, experiment: Path) -> None:

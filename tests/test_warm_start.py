@@ -84,6 +84,43 @@ def test_an_engine_goes_on_under_another_policy() -> None:
     assert [o.output_ids for o in log.outcomes] == expected
 
 
+def test_a_policy_without_the_cpu_never_gets_what_only_the_cpu_can_hold() -> None:
+    """It would leave those requests waiting for ever, and end the engine with them."""
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    long = SamplingParams(max_tokens=24, ignore_eos=True)  # 4 blocks; of the GPU's, 3 are its own
+    pools = Pools(gpu=4, cpu=20, block_size=8, rows=8, chunk=24)
+    engine = small_engine("gqa-3", pools, "fastdecode", {}, late=3)
+    requests = [engine.add([5] * 9, sampling)]
+    engine.step()
+    requests.append(engine.add([5] * 9, long))
+    for open_ones in (r"2 of 2 open", r"1 of 1 open"):
+        with pytest.raises(ConfigError, match=f"'gpu_only' leaves the CPU out, where {open_ones}"):
+            engine.use_policy("gpu_only")
+        engine.abort(requests.pop(0).request_id)
+    engine.use_policy("gpu_only")
+    with pytest.raises(RequestError, match="need 4 KV blocks of 8 tokens, 3 exist"):
+        engine.add([5] * 9, long)
+    alone = engine.add([5] * 9, sampling)
+    engine.use_policy("neo")
+    engine.add([5] * 9, long)
+    while engine.has_work:
+        engine.step()
+    assert len(alone.output_ids) == 12
+    with pytest.raises(ConfigError, match="another KV cache"):
+        engine.reuse("gpu_only")
+    engine.close()
+
+
+def test_a_cpu_side_of_no_blocks_is_one() -> None:
+    engine = small_engine("gqa-3", Pools(6, 0, 8, 8, 24), "neo", {}, late=None)
+    engine.reuse("apex")
+    request = engine.add([5] * 9, SamplingParams(max_tokens=4, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert len(request.output_ids) == 4
+    engine.close()
+
+
 def test_unwritten_kv_gets_memory_of_its_own_and_keeps_what_it_holds() -> None:
     engine = small_engine("gqa-3", POOLS, "neo", {}, late=None)
     store = engine._executor._worker._store

@@ -25,12 +25,18 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 
 def fit_sampling(
-    sampling: SamplingParams, prompt_len: int, max_model_len: int, state: SchedulerState
+    sampling: SamplingParams,
+    prompt_len: int,
+    max_model_len: int,
+    state: SchedulerState,
+    *,
+    uses_cpu: bool = True,
 ) -> SamplingParams:
     """`sampling` with max_tokens cut to the model's length.
 
     RequestError where the prompt leaves no room for a token, or where prompt and output could
-    never lie in one side's KV cache, even alone. The last token's K and V are never stored.
+    never lie in one side's KV cache, even alone: the GPU's, where the policy leaves the CPU out
+    (`uses_cpu`). The last token's K and V are never stored.
     """
     sampling.check()
     room = max_model_len - prompt_len
@@ -41,10 +47,10 @@ def fit_sampling(
         )
     max_tokens = min(sampling.max_tokens, room)
     needed = state.blocks.blocks_for(prompt_len + max_tokens - 1)
-    if needed > state.most_blocks:
+    if needed > state.most_blocks(uses_cpu):
         raise RequestError(
             f"the request can never fit: {prompt_len} prompt tokens and up to {max_tokens} new "
             f"ones need {needed} KV blocks of {state.blocks.block_size} tokens, "
-            f"{state.capacity_words}"
+            f"{state.capacity_words(uses_cpu)}"
         )
     return dataclasses.replace(sampling, max_tokens=max_tokens)

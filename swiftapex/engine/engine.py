@@ -79,7 +79,7 @@ class Engine:
         self._seed = seed
         self._trace = trace
         self._lock = threading.RLock()
-        uses_cpu = self._policy.uses_cpu
+        self._has_cpu_side = uses_cpu = self._policy.uses_cpu
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
         check_host_room(source.config, source.dtype, engine, sizes)
         self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
@@ -127,7 +127,13 @@ class Engine:
         with self._lock:
             self._check_alive()
             prompt_ids = check_prompt(self.encode(prompt, chat), self.model_config.vocab_size)
-            sampling = fit_sampling(sampling, len(prompt_ids), self.max_model_len, self._state)
+            sampling = fit_sampling(
+                sampling,
+                len(prompt_ids),
+                self.max_model_len,
+                self._state,
+                uses_cpu=self._policy.uses_cpu,
+            )
             if sampling.stop and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer, and this model has none")
             request_id, self._next_id = self._next_id, self._next_id + 1
@@ -208,7 +214,7 @@ class Engine:
         uses_cpu = make_policy(policy, policy_args).uses_cpu
         with self._lock:
             self._check_alive()
-            if uses_cpu != self._policy.uses_cpu:
+            if uses_cpu != self._has_cpu_side:
                 raise ConfigError(
                     f"policy {policy}: this engine has another KV cache than it needs"
                 )
@@ -250,11 +256,17 @@ class Engine:
 
     def use_policy(self, policy: str, policy_args: Mapping[str, Any] | None = None) -> None:
         """Another policy from the next iteration on. ConfigError where it wants a CPU side that
-        this engine was made without."""
+        this engine was made without, or leaves out the one that open requests need."""
         chosen = make_policy(policy, policy_args)
-        if chosen.uses_cpu and self._blocks.num_total(Placement.CPU) == 0:
+        if chosen.uses_cpu and not self._has_cpu_side:
             raise ConfigError(f"policy {policy!r} needs a CPU side, and this engine has none")
         with self._lock:
+            bound = sum(self._state.needs_cpu(request) for request in self._live.values())
+            if bound and not chosen.uses_cpu:
+                raise ConfigError(
+                    f"policy {policy!r} leaves the CPU out, where {bound} of {len(self._live)} "
+                    "open requests have their KV or have to go"
+                )
             self._policy = chosen
 
     def stats(self) -> EngineStats:

@@ -67,6 +67,7 @@ class Failure:
     message: str
     where: str  # file:line
     is_echo: bool  # another rank was lost: the cause is there
+    request: str  # the name of what it was asked for
 
 
 class _Spans(TraceRecorder):
@@ -107,7 +108,7 @@ class Rank:
             try:
                 getattr(self, name)(*args)
             except Exception as error:
-                self._send(_failure(error))
+                self._send(_failure(error, name))
         self._close_worker()
         if self._group is not None:
             self._group.close()
@@ -217,7 +218,8 @@ def mean_busy(times: list[BusyTimes]) -> BusyTimes:
     )
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception, request: str) -> Failure:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{frame.filename}:{frame.lineno}"
-    return Failure(type(error).__name__, str(error), where, isinstance(error, PeerLostError))
+    is_echo = isinstance(error, PeerLostError)
+    return Failure(type(error).__name__, str(error), where, is_echo, request)

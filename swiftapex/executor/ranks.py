@@ -55,13 +55,18 @@ class Ranks:
 
     def ask(self, name: str, *args: Any) -> list[Any]:
         """The answers of all ranks to one request. As `receive_all`, but ranks that live go on:
-        what failed is raised, in the class of errors it has, and may be asked for again."""
+        what failed is raised, in the class of errors it has, and may be asked for again. What a
+        rank failed in before, where nobody awaited its answer, ends all of them."""
         everyone = range(self.size)
         self.send(everyone, name, *args)
         answers = self._answers(everyone, until_first_failure=False)
-        for rank, answer in sorted(answers.items()):
-            if isinstance(answer, Failure):
-                raise _as_error(rank, answer)
+        failures = {r: a for r, a in sorted(answers.items()) if isinstance(a, Failure)}
+        earlier: dict[int, Failure | str]
+        earlier = {rank: a for rank, a in failures.items() if a.request != name}
+        if earlier:
+            self._break(self._gather(earlier))
+        for rank, failure in failures.items():
+            raise _as_error(rank, failure)
         return [answers[rank] for rank in everyone]
 
     def call(self, function: str, *args: Any) -> list[Any]:

@@ -26,10 +26,10 @@ from typing import Any
 from swiftapex.core.errors import ConfigError, EngineError
 from swiftapex.executor.rank import Rank, decision_bytes
 from swiftapex.executor.ranks import Ranks, wait_for_end
+from swiftapex.executor.ray_session import RaySession
 
 _log = logging.getLogger(__name__)
 
-_OBJECT_STORE_BYTES = 80 << 20  # Ray's smallest: nothing goes through it
 _NODE_SHARE = 0.001  # of the resource that only this machine has: keeps all ranks here
 _END_S = 3.0  # in which a process ends that was asked to
 
@@ -49,9 +49,9 @@ class RankActor:
 class RayRanks(Ranks):
     """`size` ranks, started together and joined into a group of torch.distributed.
 
-    Uses the Ray that this process is connected to, or starts one for itself. ConfigError where Ray
-    is not installed or has not got what is needed; EngineError where a rank does not start within
-    `timeout_s`. `answer_s`: how long a rank may take to answer, and to take part in an operation.
+    On the Ray of this process (`RaySession`). ConfigError where Ray is not installed or has not got
+    what is needed; EngineError where a rank does not start within `timeout_s`. `answer_s`: how long
+    a rank may take to answer, and to take part in an operation.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class RayRanks(Ranks):
         self._actors: list[Any] = []
         self._served: list[Any] = []  # references to what `serve` of each actor returns: nothing
         self._group: Any = None
-        self._ray = _import_ray(size)
-        self._owns_ray = not self._ray.is_initialized()
+        self._session: RaySession | None = RaySession(size)
+        self._ray = self._session.ray
         try:
             self._launch(device, time.monotonic() + timeout_s)
         except BaseException:
@@ -76,7 +76,7 @@ class RayRanks(Ranks):
         if self._broken is None:
             with suppress(EngineError):
                 self.send(range(len(self._connections)), "end")
-                if self._connections:
+                if self._connections and self._has_ray:
                     served = self._served
                     self._ray.wait(served, num_returns=len(served), timeout=_END_S)
         self._broken = self._broken or "the ranks are closed"
@@ -84,26 +84,20 @@ class RayRanks(Ranks):
         for connection in self._connections:
             connection.close()
         self._connections.clear()
-        if self._group is not None:
-            with suppress(Exception):  # Ray itself may be gone
+        if self._group is not None and self._has_ray:
+            with suppress(Exception):  # Ray may end just now
                 self._ray.util.remove_placement_group(self._group)
-            self._group = None
-        if self._owns_ray and self._ray.is_initialized():
-            self._ray.shutdown()
-        self._owns_ray = False
+        self._group = None
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    @property
+    def _has_ray(self) -> bool:
+        return self._session is not None and self._session.is_open
 
     def _launch(self, device: str, deadline: float) -> None:
         ray, size = self._ray, self.size
-        if self._owns_ray:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(
-                address="local",
-                num_cpus=max(size, os.cpu_count() or 1),
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
         needed = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
         self._place(needed, deadline)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -131,9 +125,10 @@ class RayRanks(Ranks):
         ray, size = self._ray, self.size
         node = f"node:{ray.util.get_node_ip_address()}"
         bundle = needed | {node: _NODE_SHARE}
-        total = ray.cluster_resources()
+        here = ray.get_runtime_context().get_node_id()
+        (total,) = (n["Resources"] for n in ray.nodes() if n["NodeID"] == here and n["Alive"])
         missing = [
-            f"{size * count:g} {kind}s, of which Ray has {total.get(kind, 0):g}"
+            f"{size * count:g} {kind}s, of which Ray has {total.get(kind, 0):g} on this machine"
             for kind, count in needed.items()
             if total.get(kind, 0) < size * count
         ]
@@ -192,6 +187,8 @@ class RayRanks(Ranks):
 
     def _last_words(self, rank: int) -> str:
         """What Ray knows of the end of a rank's process, in one line."""
+        if not self._has_ray:
+            return "this process is no longer connected to the Ray that it was started by"
         try:
             self._ray.get(self._served[rank], timeout=_END_S)
         except Exception as error:
@@ -203,8 +200,8 @@ class RayRanks(Ranks):
         return "it was told to"
 
     def _kill(self) -> None:
-        for actor in self._actors:
-            with suppress(Exception):  # Ray itself may be gone
+        for actor in self._actors if self._has_ray else ():
+            with suppress(Exception):  # Ray may end just now
                 self._ray.kill(actor)
         self._actors.clear()
         for pid in wait_for_end(
@@ -216,14 +213,3 @@ class RayRanks(Ranks):
 
 
 _PEER = getattr(socket, "SO_PEERCRED", 17)
-
-
-def _import_ray(size: int) -> Any:
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise ConfigError(
-            f"engine.tensor_parallel_size: {size} needs Ray: pip install 'swiftapex[tp]' ({error})"
-        ) from error
-    return ray

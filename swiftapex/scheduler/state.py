@@ -142,17 +142,21 @@ class SchedulerState:
         need = self.blocks.blocks_for(self.tokens_at_most(request))
         return need <= self._capacity(placement)
 
-    @property
-    def most_blocks(self) -> int:
-        """Blocks of the largest request that can be started."""
-        return max(self._capacity(Placement.GPU), self._capacity(Placement.STAGING))
+    def needs_cpu(self, request: Request) -> bool:
+        """Whether the request has its KV on the CPU, or could never have it on the GPU."""
+        on_cpu = request.state is RequestState.RUNNING and request.placement.side is Placement.CPU
+        return on_cpu or not self.fits_alone(request, Placement.GPU)
 
-    @property
-    def capacity_words(self) -> str:
+    def most_blocks(self, uses_cpu: bool) -> int:
+        """Blocks of the largest request that can start, on the GPU alone without `uses_cpu`."""
+        on_gpu = self._capacity(Placement.GPU)
+        return max(on_gpu, self._capacity(Placement.STAGING)) if uses_cpu else on_gpu
+
+    def capacity_words(self, uses_cpu: bool) -> str:
         """What there is, for a message that says that it is too little."""
         gpu = self.blocks.num_total(Placement.GPU)
         cpu = self.blocks.num_total(Placement.CPU)
-        if not cpu:
+        if not cpu or not uses_cpu:
             return f"{gpu} exist"
         return (
             f"and the GPU has {gpu}; the CPU has {cpu}, but a prompt goes there through a staging "

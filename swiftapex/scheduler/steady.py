@@ -59,10 +59,9 @@ class Mix:
         on_cpu = held(Placement.CPU, cpu, cpu + max(0, waiting - (on_gpu - gpu)))
         prompts = waiting or any(True for _ in state.prefilling())
         prompt_share = state.queue.prompt_share() if prompts else 0.0
-        limits = state.limits
-        rows = min(on_gpu, limits.max_batch_size)
-        most = limits.max_tokens_in_batch
-        return Mix(rows, on_cpu, each, prompt_share, most, limits.max_batch_size)
+        most = state.limits.max_tokens_in_batch
+        rows = min(state.limits.max_batch_size, most)
+        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows)
 
     def with_chunk(self, chunk: float) -> Load:
         """The GPU's decodes and a chunk."""
