@@ -14,8 +14,9 @@ from swiftapex.backends.reference import causal_attention, gather, split_heads
 from swiftapex.core.ops import AttentionShape
 
 pytestmark = pytest.mark.gpu
-# Largest error over the largest value of a row: the output's rounding, and the weights'.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Largest error over the largest value of a row: the output's rounding, and the weights'; in float32
+# that of sums in another order (TF32 would be off by 1e-3).
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
