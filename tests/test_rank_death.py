@@ -184,6 +184,7 @@ def interrupted(node):
     os.kill(os.getpid(), signal.SIGINT)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     Node.start_ray_processes = interrupted
     try:
         engine(tensor_parallel_size=2)
