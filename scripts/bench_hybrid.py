@@ -112,10 +112,6 @@ class Run:
     def output_tokens(self) -> int:
         return sum(len(r.output_ids) for r in self.requests)
 
-    def end(self) -> None:
-        for request in self.requests:
-            self._engine.abort(request.request_id)
-
 
 def window(
     run: Run, engine: Engine, workload: Workload, args: argparse.Namespace, feed: bool
@@ -172,7 +168,7 @@ def whole(run: Run, engine: Engine, args: argparse.Namespace) -> Any:
 def measure(
     engine: Engine, strategy: str, lengths: str, kind: str, args: argparse.Namespace
 ) -> Any:
-    engine.use_policy(*parsed(strategy))
+    engine.reuse(*parsed(strategy))
     engine.iterations.clear()
     mean_input, mean_output = map(int, lengths.split("x"))
     workload = Workload(mean_input, mean_output, args.seed)
@@ -182,7 +178,6 @@ def measure(
     else:
         result = window(run, engine, workload, args, feed=kind == "window")
     result["iterations"] = by_pipeline(engine)
-    run.end()
     return {"lengths": lengths, "strategy": strategy, "kind": kind} | result
 
 

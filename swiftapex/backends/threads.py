@@ -85,7 +85,7 @@ def rank_cpus(cpus: Iterable[int], rank: int, ranks: int, root: Path = Path("/")
     for cpu in sorted(cpus):
         folder = root / f"sys/devices/system/cpu/cpu{cpu}"
         node = min((int(path.name[4:]) for path in folder.glob("node[0-9]*")), default=0)
-        core = _read(folder / "topology/thread_siblings_list") or f"cpu {cpu}"
+        core = read_or_empty(folder / "topology/thread_siblings_list") or f"cpu {cpu}"
         cores.setdefault((node, core), []).append(cpu)
     ordered = [cores[key] for key in sorted(cores, key=lambda key: (key[0], cores[key][0]))]
     if len(ordered) < ranks:
@@ -132,7 +132,7 @@ def physical_cores_first(cpus: list[int], root: Path = Path("/")) -> list[int]:
     ranked = []
     for cpu in sorted(cpus):
         path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        core = _read(path) or f"cpu {cpu}"
+        core = read_or_empty(path) or f"cpu {cpu}"
         rank = seen.get(core, 0)
         seen[core] = rank + 1
         ranked.append((rank, cpu))
@@ -153,7 +153,7 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> list[tuple[Path, 
     """The folders that may limit this process in `controller`, from its own group up to the root
     of the mount, each with the version of its cgroups."""
     found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mounts, version = [root / "sys/fs/cgroup"], 2
@@ -169,16 +169,20 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> list[tuple[Path, 
 
 
 def _quota_v2(group: Path) -> float:
-    quota, _, period = _read(group / "cpu.max").partition(" ")
+    quota, _, period = read_or_empty(group / "cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else math.inf
 
 
 def _quota_v1(group: Path) -> float:
-    quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    quota, period = (
+        read_or_empty(group / "cpu.cfs_quota_us"),
+        read_or_empty(group / "cpu.cfs_period_us"),
+    )
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else math.inf
 
 
-def _read(path: Path) -> str:
+def read_or_empty(path: Path) -> str:
+    """What a file of the system holds, without white space around it; "" where it is not there."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -7,7 +7,7 @@ import math
 import re
 from pathlib import Path
 
-from swiftapex.backends.threads import cgroup_folders
+from swiftapex.backends.threads import cgroup_folders, read_or_empty
 from swiftapex.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def cgroup_bytes_left(root: Path = Path("/")) -> float:
         limit, used = (_number(folder / name) for name in names)
         if limit is not None and used is not None:
             files = re.search(
-                r"^(?:total_)?(?:inactive_)?file (\d+)", _text(folder / "memory.stat"), re.M
+                r"^(?:total_)?(?:inactive_)?file (\d+)", read_or_empty(folder / "memory.stat"), re.M
             )
             left = min(left, max(0, limit - used + (int(files[1]) if files else 0)))
     return left
@@ -48,20 +48,13 @@ def cgroup_bytes_left(root: Path = Path("/")) -> float:
 
 def bytes_available(root: Path = Path("/")) -> float:
     """MemAvailable, which includes what the system would give back; infinity where unknown."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.M)
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", read_or_empty(root / "proc/meminfo"), re.M)
     return math.inf if match is None else int(match[1]) * 1024
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = read_or_empty(path)
     return int(text) if text.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def _gib(num_bytes: float) -> str:

@@ -16,6 +16,7 @@ from swiftapex.cost_model import (
     asymmetric_us,
     gpu_only_us,
     gpu_side_attention_us,
+    overlap_tokens,
     overlap_us,
     visit_us,
 )
@@ -63,14 +64,13 @@ class Mix:
         rows = min(state.limits.max_batch_size, most)
         return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows)
 
-    def with_chunk(self, chunk: float) -> Load:
+    def with_chunk(self, chunk: int) -> Load:
         """The GPU's decodes and a chunk."""
-        tokens = int(chunk)
         return Load(
-            rows=self.gpu_decodes + tokens,
+            rows=self.gpu_decodes + chunk,
             gpu_tokens=self.gpu_decodes * self.tokens_each,
             gpu_requests=self.gpu_decodes,
-            chunks=((tokens, self.tokens_each // 2),) if tokens else (),
+            chunks=((chunk, self.tokens_each // 2),) if chunk else (),
         )
 
 
@@ -119,7 +119,7 @@ def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
         chunk = _chunk(mix, tokens)
         us = overlap_us(cost, mix.with_chunk(chunk), mix.cpu_decodes, wanted)
         advance = min(1.0, us / visit) if visit > 0 else 1.0
-        tokens = mix.gpu_decodes + advance * mix.cpu_decodes / (cost.num_layers + 1)
+        tokens = mix.gpu_decodes + advance * overlap_tokens(cost, mix.cpu_decodes)
     return _steady(mix, tokens, chunk, us)
 
 
