@@ -15,7 +15,8 @@ measurement:
 - `--kinds whole`: all requests arrive at once and run to their end.
 
 Prints a line of JSON per lengths and strategy: tokens per second, iterations and their median time
-per pipeline, planning time, the CPU's busy share, and the KV bytes that the CPU read per second.
+per pipeline, planning time, and the CPU's busy share; with `--tp N` also what crossed between the
+driver and the ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSec
 from swiftapex.core.errors import RequestError
 from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
+from swiftapex.executor.ray_executor import ControlTraffic, RayExecutor
 from swiftapex.policies import make_policy
 
 KINDS = ("window", "decode", "whole")
@@ -170,6 +172,9 @@ def measure(
 ) -> Any:
     engine.reuse(*parsed(strategy))
     engine.iterations.clear()
+    executor = engine._executor
+    if isinstance(executor, RayExecutor):
+        executor.traffic = ControlTraffic()
     mean_input, mean_output = map(int, lengths.split("x"))
     workload = Workload(mean_input, mean_output, args.seed)
     run = Run(engine, workload)
@@ -178,7 +183,19 @@ def measure(
     else:
         result = window(run, engine, workload, args, feed=kind == "window")
     result["iterations"] = by_pipeline(engine)
+    if isinstance(executor, RayExecutor):
+        result["control"] = control(executor.traffic, args.tp)
     return {"lengths": lengths, "strategy": strategy, "kind": kind} | result
+
+
+def control(traffic: ControlTraffic, ranks: int) -> dict[str, float]:
+    """Means per iteration, those of the warm-up included."""
+    count = max(1, traffic.iterations)
+    return {
+        "plan_bytes_per_rank": round(traffic.bytes_sent / count / ranks),
+        "answer_bytes": round(traffic.bytes_received / count),
+        "overhead_us": round(traffic.overhead_us / count, 1),
+    }
 
 
 def by_pipeline(engine: Engine) -> dict[str, Any]:

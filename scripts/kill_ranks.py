@@ -5,7 +5,7 @@
     python scripts/kill_ranks.py --times 1 --device cuda     # two GPUs
 
 Prints a line of JSON per kill. Exit status 1 if a request did not end with the reason within 10 s,
-or a process, thread, socket or piece of shared memory stayed.
+or a process, thread, socket, piece of shared memory or memory on a GPU stayed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from swiftapex.worker.worker import Worker
 from tests.hybrid import Pools, model_path, small_engine
 
 MOMENTS = ("prefill", "decode", "swap")
+_GPU_NOISE_MIB = 64  # a process's CUDA context alone holds several hundred
 
 
 def die_in(worker: Worker, moment: str, victim: int, sign: int = signal.SIGKILL) -> None:
@@ -77,7 +79,7 @@ def lose_a_rank(
     """Runs requests until the rank dies. Every open one must end with the reason, within 10 s;
     afterwards nothing may be left. Returns the reason and the seconds from death to the end."""
     model_path("mha")  # saving it starts a thread
-    before = traces(None)
+    before, gpus = traces(None), gpu_memory(device)
     ranks = RayRanks(size, device, answer_s=answer_s)
     pids = list(ranks.pids)
     pools = Pools(gpu=7, cpu=24, block_size=16, rows=8, chunk=24)
@@ -109,7 +111,22 @@ def lose_a_rank(
     assert not wait_for_end(pids, 5), "processes are left"
     left = traces(ranks.address) - before
     assert not left, left
+    freed_at = time.monotonic() + 5
+    while any(
+        now > then + _GPU_NOISE_MIB for now, then in zip(gpu_memory(device), gpus, strict=True)
+    ):
+        assert time.monotonic() < freed_at, f"MiB on the GPUs: {gpus}, then {gpu_memory(device)}"
+        time.sleep(0.1)
     return reason, seconds
+
+
+def gpu_memory(device: str) -> list[int]:
+    """MiB that all processes together hold on each GPU; nothing where `device` is not cuda."""
+    if device != "cuda":
+        return []
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, check=True, capture_output=True, text=True, timeout=30)
+    return [int(line) for line in done.stdout.split()]
 
 
 def traces(address: str | None) -> set[str]:
