@@ -174,7 +174,7 @@ class _Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self._time = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self._time = time.perf_counter()
 
     def elapsed_time(self, other: _Event) -> float:
@@ -183,7 +183,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def wait(self) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
     def synchronize(self) -> None: ...
 
 
@@ -192,7 +192,7 @@ class _Stream:
 
     def __init__(self, device: object = None) -> None: ...
     def synchronize(self) -> None: ...
-    def wait_stream(self, stream: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
 
 
 def _unpinned(make: Any) -> Any:
@@ -205,6 +205,9 @@ def torch_on_host() -> Any:
     host.device = lambda *_: torch.device("cpu")
     host.empty, host.zeros = _unpinned(torch.empty), _unpinned(torch.zeros)
     host.tensor = torch.tensor
+    host._C = types.SimpleNamespace(
+        _cuda_getDevice=lambda: 0, _cuda_getCurrentRawStream=lambda _: 0
+    )
     runtime = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     host.cuda = types.SimpleNamespace(
         current_device=lambda: 0,

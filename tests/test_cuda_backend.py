@@ -13,9 +13,14 @@ import torch
 import swiftapex.figures.kernels as figure_kernels
 import swiftapex.worker.worker as worker_module
 from swiftapex.backends import Backends
+from swiftapex.backends.cuda_segments import CudaSegments, Work
+from swiftapex.backends.reference import ReferenceOps
 from swiftapex.backends.threads import cpu_threads
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 from swiftapex.figures.spec import KernelConfig
+from swiftapex.model.config import named_architecture
+from swiftapex.model.dummy import dummy_weights
+from swiftapex.model.stages import Stages
 from tests.cuda_double import cuda_modules
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
@@ -38,6 +43,7 @@ def cuda_on_host() -> Iterator[None]:
                 copies=copies,
                 clock=modules["cuda_clock"].CudaClock(),
                 progress=modules["cuda_clock"].CudaProgress(),
+                segments=lambda *args: CudaSegments(*args, recorder=lambda work: work),
                 active=gpu.active,
                 finish=gpu.stream.synchronize,
             )
@@ -97,3 +103,36 @@ def test_bytes_between_the_sides_are_counted() -> None:
         lane.submit(0, on_host, batch, shape, torch.ones(3, 8, 32)).wait()
         assert lane.link_bytes == 3 * (8 * 32 + 4 * 32) * 4  # Q, K, V there, O back
         lane.close()
+
+
+def test_segments_of_two_batches_at_once_do_not_share_tensors() -> None:
+    """Random sizes of two batches, whose rows change between layers, against the plain stages."""
+    torch.manual_seed(0)
+    config = named_architecture("tiny", num_layers=5)
+    plain = Stages(config, dummy_weights(config, torch.float32), ReferenceOps(), rotates=False)
+    recorded: list[int] = []
+
+    def recorder(work: Work) -> Work:
+        recorded.append(1)
+        return lambda: work()
+
+    segments = CudaSegments(plain, lambda: False, recorder)
+    width = config.num_q_heads * config.head_dim
+    rotation = torch.zeros(0)
+    for sizes in [(3, 3), (3, 4), (7, 3), (70, 3), (3, 3), (7, 7)]:
+        walks = [(segments.walk_stages(plain), torch.randn(n, config.hidden_size)) for n in sizes]
+        expected = [x.clone() for _, x in walks]
+        xs = [x for _, x in walks]
+        for layer in range(config.num_layers):
+            for i, (stages, _) in enumerate(walks):
+                if layer == 3 and len(xs[i]) > 4:  # a cohort parks
+                    xs[i], expected[i] = xs[i][:4], expected[i][:4]
+                qkv = stages.pre_attn(layer, xs[i], rotation)
+                torch.testing.assert_close(qkv, plain.pre_attn(layer, expected[i], rotation))
+            for i, (stages, _) in enumerate(walks):
+                o = torch.randn(len(xs[i]), width)
+                xs[i] = stages.post_attn(layer, o, xs[i])
+                expected[i] = plain.post_attn(layer, o, expected[i])
+        for x, right in zip(xs, expected, strict=True):
+            torch.testing.assert_close(x, right)
+    assert recorded

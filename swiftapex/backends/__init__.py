@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from swiftapex.config.schema import EngineConfig
     from swiftapex.core.ops import Backend
     from swiftapex.kv.staging import Copies
+    from swiftapex.model.stages import Stages
     from swiftapex.pipelines.readiness import Progress
-    from swiftapex.pipelines.repeated import RepeatedPasses
+    from swiftapex.pipelines.repeated import RecordedSegments, RepeatedPasses
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
     """The GPU side, and with a CPU side: what attends over KV in host memory, and what copies KV
     between the sides. `repeated` makes what records passes, from the blocks of the longest request
-    and whether spans are being traced; None: nothing does. `active`: around all work. `finish`:
-    waits for what was launched."""
+    and whether spans are being traced; `segments` what records the layer math between two attention
+    calls, from the stages and the same question; None: nothing does. `active`: around all work.
+    `finish`: waits for what was launched."""
 
     gpu: Backend
     cpu_attention: CpuAttention | None
@@ -33,6 +35,7 @@ class Backends:
     clock: Clock = field(default_factory=HostClock)
     progress: Progress | None = None
     repeated: Callable[[int, Callable[[], bool]], RepeatedPasses] | None = None
+    segments: Callable[[Stages, Callable[[], bool]], RecordedSegments] | None = None
     active: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     finish: Callable[[], None] = lambda: None
 
@@ -97,6 +100,7 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     from swiftapex.backends.cuda_clock import CudaClock, CudaProgress
     from swiftapex.backends.cuda_graphs import CudaGraphs
     from swiftapex.backends.cuda_lane import CudaCopies, CudaCpuLane
+    from swiftapex.backends.cuda_segments import CudaSegments
     from swiftapex.backends.threads import threads_beside_launching
 
     copies = None
@@ -114,6 +118,7 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         clock=CudaClock(),
         progress=CudaProgress(),
         repeated=functools.partial(CudaGraphs, gpu.stream),
+        segments=CudaSegments,
         active=gpu.active,
         finish=gpu.stream.synchronize,
     )

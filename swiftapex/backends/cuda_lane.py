@@ -22,7 +22,7 @@ from torch import Tensor
 import swiftapex._kernels_cuda as kernels
 from swiftapex.backends.cpu_lane import CpuLane, LaneTicket
 from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
-from swiftapex.backends.cuda_ops import stream_handle
+from swiftapex.backends.cuda_ops import current_stream, stream_handle
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 
@@ -132,7 +132,7 @@ class CudaCpuLane:
             stream,
         )
         event = torch.cuda.Event()
-        event.record()
+        event.record(current_stream())
         self._returning.append((event, slot, task))
         return out
 
@@ -181,7 +181,7 @@ class CudaCopyTicket:
 
     def wait(self) -> None:
         """What is launched afterwards, and CPU attention that it sets off, sees the copy."""
-        self._event.wait()
+        self._event.wait(current_stream())
 
 
 class CudaCopies:
@@ -206,21 +206,21 @@ class CudaCopies:
         source_blocks[i] goes to target_blocks[i]."""
         host = source if source.is_cpu else target
         self.link_bytes += len(source_blocks) * host[0].nbytes
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            if source.dtype is target.dtype:
-                kernels.transfer_blocks(
-                    source.data_ptr(),
-                    target.data_ptr(),
-                    source_blocks,
-                    target_blocks,
-                    source[0].nbytes,
-                    stream_handle(),
-                )
-            else:
-                self._convert(source, source_blocks, target, target_blocks)
-            event = torch.cuda.Event()
-            event.record()
+        launched, event = torch.cuda.Event(), torch.cuda.Event()
+        launched.record(current_stream())
+        self._stream.wait_event(launched)
+        if source.dtype is target.dtype:
+            kernels.transfer_blocks(
+                source.data_ptr(),
+                target.data_ptr(),
+                source_blocks,
+                target_blocks,
+                source[0].nbytes,
+                self._stream.cuda_stream,
+            )
+        else:
+            self._convert(source, source_blocks, target, target_blocks)
+        event.record(self._stream)
         return CudaCopyTicket(event)
 
     def _convert(
@@ -230,7 +230,8 @@ class CudaCopies:
         target: Tensor,
         target_blocks: Sequence[int],
     ) -> None:
-        ids = self._device_ids(source_blocks, target_blocks)
+        with torch.cuda.stream(self._stream):
+            ids = self._device_ids(source_blocks, target_blocks)
         kernels.copy_blocks(
             DTYPE_NUMBERS[source.dtype],
             DTYPE_NUMBERS[target.dtype],
@@ -243,7 +244,7 @@ class CudaCopies:
             _COPY_BLOCKS,
             0,
             0,
-            stream_handle(),
+            self._stream.cuda_stream,
         )
 
     def close(self) -> None:

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class PipelineParts:
     """What a worker hands to its pipelines. `stages` and `attention` take the number of the
-    sub-batch that they work for, so that a trace can tell the sub-batches apart."""
+    sub-batch that they work for, so that a trace can tell the sub-batches apart. What
+    `walk_stages` gives serves one batch only, layer by layer, and may replay what it recorded."""
 
     num_layers: int
     stages: Callable[[int], Stages]
+    walk_stages: Callable[[int], Stages]
     attention: Callable[[int], Attention]
     parked: ParkedCohorts
     repeated: RepeatedPasses

@@ -1,10 +1,12 @@
-"""Passes whose shape repeats: a device may record one and replay it."""
+"""Work whose shape repeats: a device may record it and replay it, a whole pass or the layer math
+between two attention calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
+from swiftapex.model.stages import Stages
 from swiftapex.pipelines.walk import Walk
 
 
@@ -19,3 +21,8 @@ class EachPassAnew:
 
     def run(self, walk: Walk, layers: Callable[[Walk], None]) -> None:
         layers(walk)
+
+
+class RecordedSegments(Protocol):
+    def walk_stages(self, plain: Stages) -> Stages:
+        """Does what `plain` does, for one batch on its way through the layers."""

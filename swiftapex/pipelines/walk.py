@@ -30,7 +30,8 @@ class Walk:
         index: int = 0,
         with_riders: bool = True,
     ) -> None:
-        self._stages, self._attention = parts.stages(index), parts.attention(index)
+        self._stages, self._plain = parts.walk_stages(index), parts.stages(index)
+        self._attention = parts.attention(index)
         self._parked = parts.parked
         self._with_riders = with_riders
         self._main = parts.bind(sub_batch) if sub_batch.rows else None
@@ -65,6 +66,7 @@ class Walk:
         """A walk of another batch through the same parts, without cohorts."""
         other = copy.copy(self)
         other._main, other._x, other._with_riders = main, x, False
+        other._stages = self._plain
         return other
 
     def pre(self, layer: int) -> None:
@@ -83,7 +85,8 @@ class Walk:
         begin = mine.stop
         for rider in riders:
             rows = slice(begin, begin + rider.num_tokens)
-            self._parked.park(layer, rider, self._x[rows], qkv[rows])
+            residual = self._x[rows].clone()  # stages may write over their input
+            self._parked.park(layer, rider, residual, qkv[rows])
             begin = rows.stop
         self._riders = []
         self._x = self._x[mine] if main is not None else None

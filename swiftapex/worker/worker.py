@@ -88,17 +88,21 @@ class Worker:
         observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
         launch_ahead = LaunchAhead(progress=self._backends.progress)
+        is_traced = lambda: trace is not None and trace.active  # noqa: E731
         self._repeated: RepeatedPasses = EachPassAnew()
         if self._backends.repeated is not None:
-            self._repeated = self._backends.repeated(
-                max_blocks, lambda: trace is not None and trace.active
-            )
+            self._repeated = self._backends.repeated(max_blocks, is_traced)
+        walk_stages = observed.stages
+        if self._backends.segments is not None:
+            segments = self._backends.segments(self._stages, is_traced)
+            walk_stages = lambda index: segments.walk_stages(observed.stages(index))  # noqa: E731
         readiness = OwnReadiness() if membership is None else membership.readiness
         self._parked = ParkedCohorts(observed.parked_attention, readiness, launch_ahead)
         binder = Binder(self._table, self._stages, engine.block_size, gpu, self._make_staged)
         self._parts = PipelineParts(
             num_layers=config.num_layers,
             stages=observed.stages,
+            walk_stages=walk_stages,
             attention=observed.attention,
             parked=self._parked,
             repeated=self._repeated,
