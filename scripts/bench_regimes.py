@@ -63,14 +63,14 @@ REGIMES = {
         8,
         4096,
         400,
-        in_flight={"neo": (18, 70, 80), "apex": (116, None, None), MODEL_BASED: (130, None, None)},
+        in_flight={"neo": (18, 70, 80), "apex": (116, None, 165), MODEL_BASED: (130, None, 145)},
     ),
     "t4-864": Regime(
         "llama2-7b",
         8,
         864,
         250,  # with 500 tokens, +10 %, it fits into 864
-        in_flight={"neo": (23, 90, 100), "apex": (240, None, None), MODEL_BASED: (114, None, None)},
+        in_flight={"neo": (23, 90, 100), "apex": (240, None, 195), MODEL_BASED: (114, None, 187)},
     ),
     "a10g-26400": Regime(
         "llama3.1-8b",
@@ -225,7 +225,8 @@ def estimate_s(args: argparse.Namespace, todo: Sequence[Cell]) -> float:
     engines = {(*s, REGIMES[c.regime].gpu_kv) for c in todo for s in settings if _is_of(c, s)}
     windows: float = len(todo) * (args.warmup + args.stretch * args.seconds)
     setups: float = len(engines) * (_SETUP_S + _PIN_S_PER_GIB * args.cpu_gib)
-    return windows + setups + len(settings) * _PROFILE_S * (args.profile == "on")
+    profiles = len(settings) * _PROFILE_S if args.profile == "on" else 0.0
+    return windows + setups + profiles
 
 
 def _is_of(cell: Cell, setting: tuple[str, int | None]) -> bool:
