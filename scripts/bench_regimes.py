@@ -12,8 +12,8 @@ CPU tier that is fuller yields the rate at which it drains.
 Prints a line of JSON per regime, output, strategy and repeat, as `bench_hybrid.py` measures it, and
 last the summary: for each regime and output the ratios, and which of them miss their bounds. A
 window that takes in prompts for P requests and gives out tokens of D tells that the steady state's
-rate lies between the two: `least` and `most` are what that leaves of a ratio. `--lines` keeps the
-lines in a file; what is in it already is not measured again. Ctrl-C and SIGTERM leave the rest out,
+rate lies between the two (prompts computed again after a preemption are in P): `least` and `most`
+are what that leaves of a ratio. `--lines` keeps the lines in a file; what is in it already is not measured again. Ctrl-C and SIGTERM leave the rest out,
 and still print the summary.
 """
 
