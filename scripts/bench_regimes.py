@@ -13,8 +13,8 @@ Prints a line of JSON per regime, output, strategy and repeat, as `bench_hybrid.
 last the summary: for each regime and output the ratios, and which of them miss their bounds. A
 window that takes in prompts for P requests and gives out tokens of D tells that the steady state's
 rate lies between the two (prompts computed again after a preemption are in P): `least` and `most`
-are what that leaves of a ratio. `--lines` keeps the lines in a file; what is in it already is not measured again. Ctrl-C and SIGTERM leave the rest out,
-and still print the summary.
+are what that leaves of a ratio. `--lines` keeps the lines in a file; what is in it already is not
+measured again. Ctrl-C and SIGTERM leave the rest out, and still print the summary.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             for repeat in range(args.repeats):
                 all_of_them = repeat < args.repeats_of_others
                 strategies = STRATEGIES if all_of_them else (GPU_ONLY, MODEL_BASED)
-                found += [Cell(regime, output, strategy, repeat) for strategy in strategies]
+                wanted = [strategy for strategy in strategies if strategy in args.strategies]
+                found += [Cell(regime, output, strategy, repeat) for strategy in wanted]
     return found
 
 
@@ -214,7 +215,10 @@ def run(args: argparse.Namespace, todo: Sequence[Cell]) -> Iterator[dict[str, An
                 setting = (own.model, own.sms, own.gpu_kv)
             alone = cell.strategy == GPU_ONLY
             if alone not in engines:
+                begin = time.perf_counter()
                 engines[alone] = stack.enter_context(closing(make_engine(own, cell.strategy)))
+                seconds = time.perf_counter() - begin
+                print(f"{cell.regime}: an engine in {seconds:.1f} s", file=sys.stderr, flush=True)
             lengths = f"{REGIMES[cell.regime].mean_input}x{cell.output}"
             yield cell.key | measure(engines[alone], cell.strategy, lengths, "window", own)
 
@@ -244,6 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
     parser.add_argument("--outputs", nargs="+", type=int, default=list(OUTPUTS))
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--repeats", type=int, default=2, help="of GPU-only and model_based")
     parser.add_argument("--repeats-of-others", type=int, default=1, help="of neo and apex")
     parser.add_argument("--seconds", type=float, default=4.0)

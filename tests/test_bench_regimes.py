@@ -62,11 +62,19 @@ def test_the_summary_names_what_misses_and_what_is_not_proven(bench: Any) -> Non
 
 
 def test_strategies_take_turns_and_the_others_have_fewer_repeats(bench: Any) -> None:
-    args = argparse.Namespace(regimes=["t4-864"], outputs=[50], repeats=2, repeats_of_others=1)
+    args = argparse.Namespace(
+        regimes=["t4-864"],
+        outputs=[50],
+        repeats=2,
+        repeats_of_others=1,
+        strategies=bench.STRATEGIES,
+    )
     assert [(c.strategy, c.repeat) for c in bench.cells(args)] == [
         ("gpu_only", 0), ("model_based", 0), ("neo", 0), ("apex", 0),
         ("gpu_only", 1), ("model_based", 1),
     ]  # fmt: skip
+    args.strategies = ["neo"]
+    assert [(c.strategy, c.repeat) for c in bench.cells(args)] == [("neo", 0)]
 
 
 def test_a_regimes_requests_fit_its_gpu(bench: Any) -> None:
