@@ -10,7 +10,8 @@ measurement:
 - `--kinds window` (default): requests begin at evenly spread progress with their KV in place, new
   ones wait behind them, and a window is measured after a warm-up. It is `valid` if prefilled tokens
   over the input length and output tokens over the output length, requests per window both, agree
-  within 5 %; it goes on until they do, for at most twice as long.
+  within 5 %; it goes on until they do, for at most `--stretch` times as long. With `--at-once`, a
+  new request comes when one has ended, so that there are never more.
 - `--kinds decode`: the same without new requests: the rate of decoding alone.
 - `--kinds whole`: all requests arrive at once and run to their end.
 
@@ -110,6 +111,14 @@ class Run:
             except RequestError:
                 return
 
+    def feed(self, at_once: int | None) -> None:
+        """New requests, so that many wait, or that `at_once` are there."""
+        stats = self._engine.stats()
+        if at_once is not None:
+            self.add(at_once - stats.waiting - stats.running_gpu - stats.running_cpu)
+        elif stats.waiting < 256:
+            self.add(64)
+
     @property
     def output_tokens(self) -> int:
         return sum(len(r.output_ids) for r in self.requests)
@@ -118,14 +127,14 @@ class Run:
 def window(
     run: Run, engine: Engine, workload: Workload, args: argparse.Namespace, feed: bool
 ) -> Any:
-    run.fill(args.requests)
+    run.fill(min(args.requests, args.at_once or args.requests))
     started = len(run.requests)
 
     def steps(seconds: float) -> float:
         start = time.perf_counter()
         while engine.has_work and time.perf_counter() - start < seconds:
-            if feed and engine.stats().waiting < 256:
-                run.add(64)
+            if feed:
+                run.feed(args.at_once)
             engine.step()
         return time.perf_counter() - start
 
@@ -139,7 +148,7 @@ def window(
         prefilled = sum(r.prefill_tokens for r in engine.iterations)
         ins, outs = prefilled / workload.mean_input, output / workload.mean_output
         valid = not feed or abs(ins - outs) <= AGREE * max(ins, outs)
-        if valid or seconds >= 2 * args.seconds or not engine.has_work:
+        if valid or seconds >= args.stretch * args.seconds or not engine.has_work:
             break
     now, stats = engine.busy().cpu_s, engine.stats()
     rate = output / seconds
@@ -244,8 +253,10 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--lengths", nargs="+", default=["400x200"], help="input x output")
     parser.add_argument("--requests", type=int, default=1000, help="at most, or of a whole run")
+    parser.add_argument("--at-once", type=int, help="requests; default: as many as there is KV for")
     parser.add_argument("--kinds", nargs="+", default=["window"], choices=KINDS)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--stretch", type=float, default=2.0)
     parser.add_argument("--warmup", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategies", nargs="+", default=["gpu_only", "neo", "apex"])

@@ -1,17 +1,29 @@
 """Predicted against measured iterations, and the chosen against the fastest strategy, cell by cell.
 
-    python scripts/bench_prediction.py --model llama2-7b --device cuda --sms 8 \
-        --gpu-kv 864 4096 26400 --cpu-requests 0 8 64 256 --kinds decode mixed
+    python scripts/bench_prediction.py --sms 8 --only-profile   # first, in a process of its own
+    python scripts/bench_prediction.py --sms 8 --seconds 2
 
-A cell is a size of the GPU's KV, a number of requests on the CPU and a kind of workload: `decode`
-begins with all requests in progress and prefills nothing, `mixed` has prompts waiting at all times.
-Each strategy runs in each cell, with the same requests. Cells of one GPU KV size share an engine,
-GPU-only too, which leaves the staging area's blocks to the others. The profile is read from the
-cache (measured first where there is none), and does not learn: online correction is off.
+A cell is a size of the GPU's KV, a number of requests on the CPU and a kind of workload. In
+`decode` all requests are in progress and nothing is prefilled; in `mixed` a new request comes
+whenever one ends. Each strategy begins each cell as on a new engine, with the same requests: drawn
+anew from one seed, at the same progress, first on the GPU until it is full, then on the CPU. Only
+GPU-only, which would leave those on the CPU lie for ever, is spared them (`decode`), or has them
+wait as prompts (`mixed`). Cells of one GPU KV size share an engine, GPU-only too, which leaves the
+staging area's blocks to the others. The profile is read from the cache (measured where there is
+none: a line tells which) and does not learn: online correction is off.
+
+Without requests on the CPU there is nothing for a pipeline with two sides to decode there: in such
+a `decode` cell GPU-only runs, and the policy, and the GPU keeps room for its requests to grow, so
+that none is moved. In the `mixed` one the other pipelines run, and may take prompts to the CPU.
+
+Tokens count in part: one that takes from t to u is spread over that time. CPU decodes come in
+bursts of a whole cohort, and a short window would see one more or less.
 
 Prints a line of JSON per cell and strategy: tokens per second, and by pipeline the number of
 iterations, median time and the 50th and 90th percentile of |predicted - measured| / measured. Then
-one per cell: the fastest forced strategy, and what the policy under test made of it.
+one per cell: the fastest forced strategy, the one that the policy under test picked (the pipeline
+that had most of its time), that one's forced rate over the fastest, and the policy's own. Last the
+summary; Ctrl-C and SIGTERM leave the rest out, and still print it.
 """
 
 from __future__ import annotations
@@ -20,9 +32,22 @@ import argparse
 import itertools
 import json
 import random
-import statistics
+import signal
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from prediction_summary import (
+    FORCED,
+    GPU_ONLY,
+    Found,
+    by_pipeline,
+    errors,
+    judge,
+    tokens_between,
+)
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
@@ -31,8 +56,9 @@ from swiftapex.core.records import IterationRecord
 from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
 
-FORCED = ("gpu_only", "fixed:asymmetric", "fixed:async_overlap")
-_WAITING = 4  # prompts that wait at all times in a mixed cell
+_GROWTH = 96  # tokens that a GPU request may grow by in a `decode` cell without CPU requests
+_DECODE_SHARE = 0.6  # of --seconds: such cells vary less
+_SETUP_S, _PIN_S_PER_GIB, _RUN_S = 5.0, 0.4, 0.2  # of an engine, of a run beside its time; H200
 
 
 def make_engine(args: argparse.Namespace, gpu_kv: int) -> Engine:
@@ -56,94 +82,137 @@ def make_engine(args: argparse.Namespace, gpu_kv: int) -> Engine:
     )
 
 
+@dataclass(frozen=True)
 class Cell:
-    """An engine in the state of a cell, kept there."""
+    gpu_kv: int
+    on_cpu: int
+    kind: str
 
-    def __init__(self, args: argparse.Namespace, engine: Engine, on_cpu: int, mixed: bool) -> None:
-        self.engine = engine
-        self._args = args
+    @property
+    def mixed(self) -> bool:
+        return self.kind == "mixed"
+
+    def strategies(self, policy: str) -> tuple[str, ...]:
+        forced = FORCED if self.on_cpu or self.mixed else (GPU_ONLY,)
+        return (*forced, policy)
+
+
+class Run:
+    """An engine in the state of a cell, under a strategy, kept there."""
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, cell: Cell, strategy: str) -> None:
+        engine.reuse(args.policy)  # whatever was there is forgotten
+        engine.use_policy(strategy)
+        self._args, self._engine, self._cell = args, engine, cell
         self._rng = random.Random(args.seed)
-        self._mixed = mixed
-        self._requests: list[Request] = []
-        while engine.stats().running_cpu < on_cpu or not on_cpu:
+        self._start_s = time.perf_counter()
+        self._begun: list[Request] = []  # in progress
+        self._new: list[Request] = []
+        self._fill(0 if strategy == GPU_ONLY else cell.on_cpu)
+        self.held = engine.stats()
+        self._at_once = self.held.running_gpu + cell.on_cpu
+
+    def _fill(self, on_cpu: int) -> None:
+        """Until the GPU is full and `on_cpu` are on the CPU, or no room is left there."""
+        engine, stays = self._engine, self._cell.mixed or self._cell.on_cpu
+        while engine.stats().running_cpu <= on_cpu:
+            prompt, sampling = self._request()
+            done = self._rng.randrange(1, self._args.output)
             try:
-                done = self._rng.randrange(1, args.output)
-                self._requests.append(engine.add_in_progress(*self._request(), done))
+                self._begun.append(engine.add_in_progress(prompt, sampling, done))
             except RequestError:
                 break
-            if not on_cpu and engine.stats().running_cpu:
-                engine.abort(self._requests[-1].request_id)  # the GPU is full
-                break
+        while engine.stats().running_cpu > on_cpu or not (stays or self._may_grow()):
+            engine.abort(self._begun.pop().request_id)
+
+    def _may_grow(self) -> bool:
+        stats = self._engine.stats()
+        needed = stats.running_gpu * -(-_GROWTH // self._args.block_size)
+        return stats.running_gpu <= 1 or stats.gpu_blocks_free >= needed
 
     def _request(self) -> tuple[list[int], SamplingParams]:
         args, rng = self._args, self._rng
         length = round(args.input * rng.uniform(0.9, 1.1))
-        # Longer than the run, so that a cell of decodes stays as it is.
-        output = args.output if self._mixed else args.max_len - length
+        # Longer than the run, so that a cell of decodes stays as it is; but what the GPU can hold.
+        longest = min(args.max_len, self._engine.stats().gpu_blocks_total * args.block_size)
+        output = args.output if self._cell.mixed else longest - length
         sampling = SamplingParams(max_tokens=max(1, output), ignore_eos=True)
         return [rng.randrange(3, 500) for _ in range(length)], sampling
 
-    def run_for(self, seconds: float) -> float:
-        """Output tokens per second."""
-        start, tokens = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds and (self._mixed or self.engine.has_work):
-            while self._mixed and self.engine.stats().waiting < _WAITING:
-                self._requests.append(self.engine.add(*self._request()))
-            tokens += len(self.engine.step())
-        return tokens / (time.perf_counter() - start)
-
-    def end(self) -> None:
-        for request in self._requests:
-            self.engine.abort(request.request_id)
-
-
-def errors(records: list[IterationRecord]) -> dict[str, Any]:
-    """By pipeline, with and without chunks."""
-    kinds: dict[str, list[IterationRecord]] = {}
-    for record in records:
-        if record.predicted_us:
-            kind = record.pipeline + (" + prefill" if record.prefill_tokens else "")
-            kinds.setdefault(kind, []).append(record)
-    return {
-        kind: {
-            "iterations": len(mine),
-            "ms": round(1e-3 * statistics.median(r.duration_us for r in mine), 3),
-            "predicted_ms": round(1e-3 * statistics.median(r.predicted_us or 0 for r in mine), 3),
-            "error_p50": round(relative(mine, 0.5), 4),
-            "error_p90": round(relative(mine, 0.9), 4),
-            "schedule_share": round(
-                statistics.median(r.schedule_us / r.duration_us for r in mine), 5
-            ),
-        }
-        for kind, mine in kinds.items()
-    }
-
-
-def relative(records: list[IterationRecord], share: float) -> float:
-    found = sorted(abs((r.predicted_us or 0) - r.duration_us) / r.duration_us for r in records)
-    return found[min(len(found) - 1, int(share * len(found)))]
+    def tokens_per_s(self, seconds: float) -> float:
+        """Of the next `seconds`."""
+        engine, begin = self._engine, time.perf_counter()
+        while time.perf_counter() - begin < seconds and (self._cell.mixed or engine.has_work):
+            stats = engine.stats() if self._cell.mixed else None
+            if stats is not None:
+                there = stats.waiting + stats.running_gpu + stats.running_cpu
+                self._new += [engine.add(*self._request()) for _ in range(self._at_once - there)]
+            engine.step()
+        end = time.perf_counter()
+        tokens = sum(tokens_between(r, begin, end, self._start_s) for r in self._begun)
+        tokens += sum(tokens_between(r, begin, end, None) for r in self._new)
+        return tokens / (end - begin)
 
 
 def measure(
-    args: argparse.Namespace, engine: Engine, strategy: str, gpu_kv: int, on_cpu: int, kind: str
-) -> dict[str, Any]:
-    engine.use_policy(strategy)
-    cell = Cell(args, engine, on_cpu, kind == "mixed")
-    before = engine.stats()
-    cell.run_for(args.warmup)
+    args: argparse.Namespace, engine: Engine, cell: Cell, strategy: str
+) -> tuple[dict[str, Any], list[IterationRecord]]:
+    run = Run(args, engine, cell, strategy)
+    run.tokens_per_s(args.warmup)
     engine.iterations.clear()
-    rate = cell.run_for(args.seconds)
+    rate = run.tokens_per_s(args.seconds * (1.0 if cell.mixed else _DECODE_SHARE))
     records = list(engine.iterations)
-    cell.end()
-    return {
-        "gpu_kv": gpu_kv,
-        "cpu_requests": before.running_cpu,
-        "gpu_requests": before.running_gpu,
-        "kind": kind,
+    line = {
+        "gpu_kv": cell.gpu_kv,
+        "cpu_requests": run.held.running_cpu,
+        "gpu_requests": run.held.running_gpu,
+        "cpu_requests_at_the_end": engine.stats().running_cpu,
+        "kind": cell.kind,
         "strategy": strategy,
         "tokens_per_s": round(rate, 2),
-        "by_pipeline": errors(records),
+        "by_pipeline": by_pipeline(records),
     }
+    return line, records
+
+
+def compare(args: argparse.Namespace, engine: Engine, cell: Cell, found: Found) -> None:
+    """All strategies in one cell. One that cannot hold the requests says so, and is not judged."""
+    rates: dict[str, float] = {}
+    records: list[IterationRecord] = []
+    for strategy in cell.strategies(args.policy):
+        line, records = measure(args, engine, cell, strategy)
+        print(json.dumps(line), flush=True)
+        held = line["cpu_requests"]
+        if not line["gpu_requests"] or (strategy != GPU_ONLY and held < cell.on_cpu):
+            only = {"gpu_requests": line["gpu_requests"], "cpu_requests": held}
+            found.cells.append({"cell": list(vars(cell).values()), "holds_only": only})
+            print(json.dumps(found.cells[-1]), flush=True)
+            return
+        found.errors.setdefault((strategy, cell.kind), []).extend(errors(records))
+        rates[strategy] = line["tokens_per_s"]
+    found.cells.append({"cell": list(vars(cell).values())} | judge(rates, args.policy, records))
+    print(json.dumps(found.cells[-1]), flush=True)
+
+
+def estimate_s(args: argparse.Namespace, cells: Sequence[Cell], gib: float) -> float:
+    """On an H200, without profiles. `gib`: of the CPU's KV."""
+    runs: float = sum(
+        len(cell.strategies(args.policy))
+        * (_RUN_S + args.warmup + args.seconds * (1.0 if cell.mixed else _DECODE_SHARE))
+        for cell in cells
+    )
+    return runs + len(args.gpu_kv) * (_SETUP_S + _PIN_S_PER_GIB * gib)
+
+
+def set_up(args: argparse.Namespace, gpu_kv: int) -> Engine:
+    """With a line that tells where the profile is from."""
+    begin = time.perf_counter()
+    engine = make_engine(args, gpu_kv)
+    folder, seconds = engine.profiled.folder, time.perf_counter() - begin
+    newest = max((path.stat().st_mtime for path in folder.glob("*.json")), default=0.0)
+    source = "measured now" if newest > time.time() - seconds else "read"
+    print(json.dumps({"gpu_kv": gpu_kv, "setup_s": round(seconds, 1), "profile": source}))
+    return engine
 
 
 def main() -> None:
@@ -156,40 +225,45 @@ def main() -> None:
     parser.add_argument("--gpu-kv", type=int, nargs="+", default=[864, 4096, 26_400])
     parser.add_argument("--cpu-requests", type=int, nargs="+", default=[0, 8, 64, 256])
     parser.add_argument("--kinds", nargs="+", default=["decode", "mixed"])
-    parser.add_argument("--cpu-kv", type=int, default=131_072)
+    parser.add_argument("--cpu-kv", type=int, default=102_400)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--input", type=int, default=300)
+    parser.add_argument("--input", type=int, default=200)
     parser.add_argument("--output", type=int, default=100)
-    parser.add_argument("--warmup", type=float, default=1.0)
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--warmup", type=float, default=0.3)
+    parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profiles", help="folder of profiles; default: the user's cache")
-    parser.add_argument("--policy", default="model_based", help="what is under test")
+    parser.add_argument("--policy", default="model_based", help="under test; one that uses the CPU")
+    parser.add_argument(
+        "--only-profile", action="store_true", help="measured with the largest KV, for all"
+    )
     args = parser.parse_args()
-    for gpu_kv in args.gpu_kv:
-        engine = make_engine(args, gpu_kv)
-        try:
-            for cell in itertools.product(args.cpu_requests, args.kinds):
-                compare(args, engine, gpu_kv, *cell)
-        finally:
-            engine.close()
-
-
-def compare(args: argparse.Namespace, engine: Engine, gpu_kv: int, on_cpu: int, kind: str) -> None:
-    """All strategies in one cell."""
-    rates = {}
-    for strategy in (*FORCED, args.policy):
-        found = measure(args, engine, strategy, gpu_kv, on_cpu, kind)
-        rates[strategy] = found["tokens_per_s"]
-        print(json.dumps(found), flush=True)
-    chosen = rates.pop(args.policy)
-    best = max(rates, key=lambda name: rates[name])
-    ratio = round(chosen / rates[best], 4) if rates[best] else None
-    cell = [gpu_kv, on_cpu, kind]
-    print(json.dumps({"cell": cell, "fastest": best, "policy_over_fastest": ratio}), flush=True)
+    if args.only_profile:
+        set_up(args, max(args.gpu_kv)).close()
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    product = itertools.product(args.gpu_kv, args.cpu_requests, args.kinds)
+    cells, found = [Cell(*cell) for cell in product], Found()
+    try:
+        for gpu_kv in args.gpu_kv:
+            engine = set_up(args, gpu_kv)
+            try:
+                if gpu_kv == args.gpu_kv[0]:
+                    gib = args.cpu_kv * engine.model_config.kv_bytes_per_token(args.dtype) / 2**30
+                    text = f"{len(cells)} cells, about {estimate_s(args, cells, gib):.0f} s"
+                    print(text, file=sys.stderr, flush=True)
+                for cell in cells:
+                    if cell.gpu_kv == gpu_kv:
+                        compare(args, engine, cell, found)
+            finally:
+                engine.close()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    print(json.dumps({"summary": found.summary(len(cells))}), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,24 @@
     python scripts/reproduce.py --list
 
 Figures are the files experiments/<paper>/<figure>.yaml. Exit code 0: done; 1: a point failed or was
-left out for lack of time; 2: the file is wrong. The last line printed is the result folder.
+left out for lack of time; 2: the file is wrong. Ctrl-C and SIGTERM end the measurement, and what is
+there by then is drawn. The last line printed is the result folder; `--copy-to` puts its small files
+(figure.json, figure.png, figure.txt) somewhere else as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import signal
 import sys
 from pathlib import Path
 
 from swiftapex.core.errors import ConfigError
-from swiftapex.figures.reproduce import reproduce
+from swiftapex.figures.reproduce import TEXT, reproduce
 from swiftapex.figures.spec import FigureConfig, load_figure
 
+_SMALL = ("figure.json", "figure.png", TEXT)
 _EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 
 
@@ -42,7 +47,10 @@ def main() -> int:
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="put over the file's"
     )
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR")
+    parser.add_argument("--copy-to", type=Path, metavar="DIR", help="of the small files")
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):  # a job in the background ignores the latter
+        signal.signal(number, signal.default_int_handler)
     known = figures()
     if options.list or options.figure is None:
         for name, path in known.items():
@@ -58,6 +66,10 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if options.copy_to is not None:
+        options.copy_to.mkdir(parents=True, exist_ok=True)
+        for name in _SMALL:
+            shutil.copy(folder / name, options.copy_to)
     print(folder)
     return 0 if complete else 1
 

@@ -133,6 +133,19 @@ def test_points_share_an_engine_and_equal_runs_are_one(path: Path) -> None:
     assert len({p.engine_key for p in mixed}) == 3
 
 
+def test_a_run_may_have_settings_of_its_own_at_a_point(path: Path) -> None:
+    own = "points=[{x: 1, set: {seed: 3}, per_run: {b: {seed: 4, workload.warm_start: 2}}}]"
+    planned = plan_points(load_figure(path, assignments=[own]), path)
+    assert [(p.series, p.plan.seed, p.plan.workload.warm_start) for p in planned] == [
+        ("a", 3, False),
+        ("b", 4, 2),
+    ]
+    assert len({p.engine_key for p in planned}) == 1
+    stranger = load_figure(path, assignments=["points=[{x: 1, per_run: {c: {seed: 4}}}]"])
+    with pytest.raises(ConfigError, match="no run 'c'; known: a, b"):
+        plan_points(stranger, path)
+
+
 def test_a_figure_is_measured_drawn_and_written(path: Path, tmp_path: Path, capsys: Any) -> None:
     engines: list[ReusedEngine] = []
 
@@ -156,6 +169,7 @@ def test_a_figure_is_measured_drawn_and_written(path: Path, tmp_path: Path, caps
     assert len(lines) == 2  # of this run alone
     printed = capsys.readouterr().out
     assert "+10 .. +20 %" in printed and "Here: at the paper's size." in printed
+    assert printed.startswith((folder / "figure.txt").read_text().rstrip())
     assert (
         "Settings: tiny, auto, dummy weights; device reference, 4096 tokens of KV on the" in printed
     )
@@ -277,10 +291,16 @@ def test_figures_run_on_a_cpu(figure: str, tmp_path: Path) -> None:
     assert (folder / "report.html").stat().st_size > 10_000
 
 
-def test_the_command_names_what_it_knows() -> None:
+def test_the_command_names_what_it_knows_and_copies_what_is_small(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "reproduce.py")]
     listed = subprocess.run([*script, "--list"], capture_output=True, text=True, check=True)
     names = [line.split()[0] for line in listed.stdout.splitlines()]
     assert names == sorted(f"{file.parent.name}/{file.stem}" for file in FILES)
+    few = ["--cpu", "--out", str(tmp_path), "--copy-to", str(tmp_path / "few")]
+    less = ["--set", "kernels.batches=[1]", "--set", "kernels.seconds=0.01"]
+    subprocess.run([*script, "apex/fig3", *few, *less], capture_output=True, check=True)
+    assert {file.name for file in (tmp_path / "few").iterdir()} == {
+        "figure.json", "figure.png", "figure.txt",
+    }  # fmt: skip
     wrong = subprocess.run([*script, "apex/fig99"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and "apex/fig9" in wrong.stderr

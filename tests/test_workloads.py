@@ -226,6 +226,8 @@ def test_a_warm_start_spreads_progress_and_changes_nothing_else() -> None:
     assert progress == [
         i.progress for i in build(synthetic(num_requests=400, output_len=50, warm_start=True))
     ]
+    some = build(synthetic(num_requests=9, output_len=50, warm_start=3))
+    assert [i.progress for i in some[3:]] == [0] * 6 and any(i.progress for i in some[:3])
     with pytest.raises(ValidationError, match="warm_start needs"):
         synthetic(warm_start=True, ignore_eos=False)
 

@@ -185,8 +185,9 @@ class WorkloadConfig(Section):
     or cuts it. synthetic: random token ids of `input_len`. trace: random token ids with the
     lengths (and times) of `path`, an Azure CSV or a JSON list of {prompt, max_tokens}.
     `rate` is in requests/s (arrival: poisson), `speedup` divides a trace's times (arrival: trace).
-    warm_start: requests begin at uniformly random progress with their KV in place, as many as fit,
-    so that a short window measures the steady state.
+    warm_start: requests begin at uniformly random progress with their KV in place, as many as fit
+    (true) or at most so many, so that a short window measures the steady state. More than a policy
+    lets in by itself make it drain them, and the window is none of a steady state.
     """
 
     kind: Literal["prompts", "synthetic", "trace"] = "prompts"
@@ -204,7 +205,7 @@ class WorkloadConfig(Section):
     top_k: Count = 0
     top_p: float = Field(default=1.0, gt=0, le=1)
     window: WindowConfig | None = None
-    warm_start: bool = False
+    warm_start: bool | PositiveInt = False
     slo: SloConfig | None = None
 
     @model_validator(mode="after")

@@ -60,7 +60,7 @@ def _of_workload(workload: WorkloadConfig) -> str:
     parts = [f"{workload.num_requests} requests"]
     window = workload.window
     if workload.warm_start:
-        parts.append("begun in steady state")
+        parts.append("some of them in progress at the beginning")
     if window is not None and window.measure_s is not None:
         parts.append(f"{window.measure_s:g} s measured after {window.warmup_s:g} s")
     elif window is not None and window.middle is not None:

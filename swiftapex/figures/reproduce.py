@@ -27,6 +27,7 @@ from swiftapex.report.html import FigureSection, write_report
 from swiftapex.report.plots import figure_svg
 from swiftapex.report.table import text_table
 
+TEXT = "figure.txt"  # what is printed, too
 _OFF_BALANCE = 0.1  # of a window's prompts against its outputs
 
 
@@ -197,10 +198,10 @@ def _write(
         section,
         list({result.plan.name: result for result in measured.results}.values()),  # one a series
     )
-    print(f"{figure.figure}: {figure.title}\n{figure.y.label}:\n")
-    print(text_table(points), "\n")
-    print(text_table(table), "\n")
-    print("\n".join(lines), "\n")
+    head = f"{figure.figure}: {figure.title}\n{figure.y.label}:"
+    text = "\n\n".join((head, text_table(points), text_table(table), "\n".join(lines)))
+    (folder / TEXT).write_text(text + "\n", encoding="utf-8")
+    print(text, "\n")
 
 
 def _what_is_missing(figure: FigureConfig, measured: Measured) -> Iterator[str]:

@@ -4,14 +4,16 @@ share an engine: a CPU pool of tens of GiB takes longer to set up than a point t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swiftapex.config.load import RunPlan, expand_experiment
 from swiftapex.config.overrides import with_value
+from swiftapex.core.errors import ConfigError
 from swiftapex.core.trace import TraceRecorder
-from swiftapex.figures.spec import FigureConfig, X
+from swiftapex.figures.spec import FigureConfig, PointConfig, X
 from swiftapex.measure import EngineFactory, make_engine
 from swiftapex.peers.run import measure_peer
 from swiftapex.policies import make_policy
@@ -42,19 +44,12 @@ def plan_points(figure: FigureConfig, path: Path) -> list[PlannedPoint]:
     assert figure.experiment is not None
     found: dict[str, PlannedPoint] = {}
     for number, point in enumerate(figure.points):
-        data: dict[str, Any] = {"name": figure.figure.replace("/", "-"), **figure.experiment}
-        data["runs"] = [dict(run) for run in figure.runs]
-        for key, setting in point.set.items():
-            data = with_value(data, key, setting)
-        experiment = expand_experiment(data, path)
-        check_runs(experiment)
-        for run in experiment.runs:
-            if point.only is None or run.name in point.only:
-                planned = _planned(run, point.x, number)
-                identity = f"{run.name} {planned.engine_key} {_identity(run)}"
-                known = found.setdefault(identity, planned)
-                if known is not planned:
-                    found[identity] = replace(known, xs=(*known.xs, point.x))
+        for run in _runs(figure, point, path):
+            planned = _planned(run, point.x, number)
+            identity = f"{run.name} {planned.engine_key} {_identity(run)}"
+            known = found.setdefault(identity, planned)
+            if known is not planned:
+                found[identity] = replace(known, xs=(*known.xs, point.x))
     engines = list(dict.fromkeys(planned.engine_key for planned in found.values()))
     return sorted(found.values(), key=lambda planned: engines.index(planned.engine_key))
 
@@ -102,6 +97,25 @@ class ServingBench:
             self._key = planned.engine_key
         self.trace.restart(0)
         return self._engine
+
+
+def _runs(figure: FigureConfig, point: PointConfig, path: Path) -> Iterator[RunPlan]:
+    """A point's runs. ConfigError where one is wrong, or settings are for none."""
+    names = [str(run.get("name")) for run in figure.runs]
+    strangers = {*point.per_run, *(point.only or ())} - {*names}
+    if strangers:
+        known = ", ".join(names)
+        raise ConfigError(f"{path}: points: no run {sorted(strangers)[0]!r}; known: {known}")
+    for name, run in zip(names, figure.runs, strict=True):
+        if point.only is None or name in point.only:
+            data: dict[str, Any] = {"name": figure.figure.replace("/", "-")}
+            data |= figure.experiment or {}
+            data["runs"] = [dict(run)]
+            for key, setting in (*point.set.items(), *point.per_run.get(name, {}).items()):
+                data = with_value(data, key, setting)
+            experiment = expand_experiment(data, path)
+            check_runs(experiment)
+            yield from experiment.runs
 
 
 def _planned(run: RunPlan, x: X, number: int) -> PlannedPoint:

@@ -59,10 +59,12 @@ class ReportedConfig(Section):
 
 
 class PointConfig(Section):
-    """One place on the x axis: an experiment with `set` put over it. `only`: some of its runs."""
+    """One place on the x axis: an experiment with `set` put over it, and over that for a run of
+    `per_run` what is its own. `only`: some of the runs."""
 
     x: X
     set: Mapping[str, Any] = Field(default_factory=dict)
+    per_run: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
     only: Names | None = None
 
 

@@ -54,9 +54,13 @@ def build_workload(workload: WorkloadConfig, seed: int, vocab_size: int) -> list
         items = _synthetic(workload, seed, vocab_size)
     else:
         items = _from_trace(workload, seed, vocab_size)
-    if not workload.warm_start:
+    warm = workload.warm_start
+    if not warm:
         return list(items)
-    return [replace(item, progress=_progress(item, seed)) for item in items]
+    return [
+        replace(item, progress=_progress(item, seed)) if warm is True or item.index < warm else item
+        for item in items
+    ]
 
 
 def _progress(item: WorkItem, seed: int) -> int:

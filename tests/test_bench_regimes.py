@@ -1,0 +1,83 @@
+"""What scripts/bench_regimes.py makes of its lines."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("bench_regimes")
+
+
+def line(
+    strategy: str, rate: float, repeat: int = 0, taken: float = 10.0, output: int = 50
+) -> dict[str, Any]:
+    return {
+        "regime": "t4-864",
+        "output": output,
+        "strategy": strategy,
+        "repeat": repeat,
+        "valid": taken == 10.0,
+        "prefilled_requests": taken,
+        "decoded_requests": 10.0,
+        "output_tokens_per_s": rate,
+    }
+
+
+def test_the_summary_names_what_misses_and_what_is_not_proven(bench: Any) -> None:
+    lines = [
+        line("gpu_only", 100.0),
+        line("model_based", 97.0),
+        line("neo", 90.0),
+        line("apex", 80.0),
+        line("gpu_only", 102.0, repeat=1),
+        line("model_based", 99.0, repeat=1, taken=5.0),
+        line("gpu_only", 100.0, output=200),
+        line("model_based", 150.0, output=200, taken=20.0),
+    ]
+    found = bench.summary(lines)
+    first, second = found["ratios"]
+    assert first["tokens_per_s"] == {
+        "gpu_only": 101.0, "model_based": 98.0, "neo": 90.0, "apex": 80.0,
+    }  # fmt: skip
+    assert first["over_gpu_only"]["ratio"] == pytest.approx(98 / 101, abs=1e-4)
+    assert first["over_neo_and_apex"]["ratio"] == pytest.approx(98 / 90, abs=1e-4)
+    low = (97 + 99 / 2) / 2
+    assert first["over_neo_and_apex"]["least"] == pytest.approx(low / 90, abs=1e-4)
+    assert first["invalid_windows"] == 1
+    assert second["over_gpu_only"] == {"ratio": 1.5, "least": 1.5, "most": 3.0}
+    assert found["misses"] == [["t4-864", 50, "over_gpu_only", first["over_gpu_only"]["ratio"]]]
+    least = first["over_neo_and_apex"]["least"]
+    assert found["unproven"] == [["t4-864", 50, "over_neo_and_apex", least]]
+    assert found["incomplete"] == [["t4-864", 200]]
+
+
+def test_strategies_take_turns_and_the_others_have_fewer_repeats(bench: Any) -> None:
+    args = argparse.Namespace(
+        regimes=["t4-864"],
+        outputs=[50],
+        repeats=2,
+        repeats_of_others=1,
+        strategies=bench.STRATEGIES,
+    )
+    assert [(c.strategy, c.repeat) for c in bench.cells(args)] == [
+        ("gpu_only", 0), ("model_based", 0), ("neo", 0), ("apex", 0),
+        ("gpu_only", 1), ("model_based", 1),
+    ]  # fmt: skip
+    args.strategies = ["neo"]
+    assert [(c.strategy, c.repeat) for c in bench.cells(args)] == [("neo", 0)]
+
+
+def test_a_regimes_requests_fit_its_gpu(bench: Any) -> None:
+    for regime in bench.REGIMES.values():
+        assert 1.1 * (regime.mean_input + max(bench.OUTPUTS)) <= regime.gpu_kv
+        assert all(len(numbers) == len(bench.OUTPUTS) for numbers in regime.in_flight.values())
