@@ -12,11 +12,10 @@ import torch
 
 import swiftapex.figures.kernels as figure_kernels
 import swiftapex.worker.worker as worker_module
-from swiftapex.backends import Backends
 from swiftapex.backends.threads import cpu_threads
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 from swiftapex.figures.spec import KernelConfig
-from tests.cuda_double import cuda_modules
+from tests.cuda_double import cuda_modules, maker
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,23 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 def cuda_on_host() -> Iterator[None]:
     with cuda_modules() as modules:
-
-        def make(engine: Any, with_cpu_side: bool) -> Backends:
-            gpu = modules["cuda"].CudaBackend()
-            lane = copies = None
-            if with_cpu_side:
-                lane = modules["cuda_lane"].CudaCpuLane(cpu_threads(1), gpu.device)
-                copies = modules["cuda_lane"].CudaCopies(gpu.device)
-            return Backends(
-                gpu=gpu,
-                cpu_attention=lane,
-                copies=copies,
-                clock=modules["cuda_clock"].CudaClock(),
-                progress=modules["cuda_clock"].CudaProgress(),
-                active=gpu.active,
-                finish=gpu.stream.synchronize,
-            )
-
+        make = maker(modules)
         with (
             mock.patch.object(worker_module, "make_backends", make),
             mock.patch.object(figure_kernels, "make_backends", make),

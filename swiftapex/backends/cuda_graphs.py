@@ -13,18 +13,9 @@ import torch
 from torch import Tensor
 
 from swiftapex.attention import BoundBatch
+from swiftapex.backends.graph_rows import padded_rows
 from swiftapex.core.ops import AttentionBatch
 from swiftapex.pipelines.walk import Walk
-
-_FINE_ROWS = 32  # up to here graphs are 4 rows apart, beyond it 16
-
-
-def padded_rows(rows: int) -> int:
-    """Rows of the graph that serves `rows` decodes: 1, 2, 4, 8, 12 .. 32, 48, 64 .."""
-    if rows <= 2:
-        return rows
-    step = 4 if rows <= _FINE_ROWS else 16
-    return -(-rows // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +60,9 @@ class CudaGraphs:
         recorded.graph.replay()
         walk.x = recorded.x_out[:rows]
 
-    def close(self) -> None:
+    def forget(self) -> None:
         self._recorded.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # one whose graphs are gone cannot be shared
 
     def _record(
         self, walk: Walk, batch: BoundBatch, rows: int, layers: Callable[[Walk], None]
