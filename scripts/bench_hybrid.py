@@ -27,6 +27,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -235,8 +236,8 @@ def by_pipeline(engine: Engine) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `make_engine` reads."""
     parser.add_argument("--model", default="llama2-7b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
@@ -251,6 +252,25 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--profile", default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
+
+
+def engines(args: argparse.Namespace) -> Iterator[tuple[Engine, list[str], float]]:
+    """One for the strategies that leave the CPU out, one for those that use it: each with its
+    strategies and the seconds that it took to set up. Closed when the next one is asked for."""
+    with_cpu = {s: make_policy(*parsed(s)).uses_cpu for s in args.strategies}
+    for uses_cpu in sorted(set(with_cpu.values())):
+        strategies = [s for s in args.strategies if with_cpu[s] is uses_cpu]
+        begin = time.perf_counter()
+        engine = make_engine(args, strategies[0])
+        try:
+            yield engine, strategies, time.perf_counter() - begin
+        finally:
+            engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    engine_arguments(parser)
     parser.add_argument("--lengths", nargs="+", default=["400x200"], help="input x output")
     parser.add_argument("--requests", type=int, default=1000, help="at most, or of a whole run")
     parser.add_argument("--at-once", type=int, help="requests; default: as many as there is KV for")
@@ -261,18 +281,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategies", nargs="+", default=["gpu_only", "neo", "apex"])
     args = parser.parse_args()
-    with_cpu = {s: make_policy(*parsed(s)).uses_cpu for s in args.strategies}
-    for uses_cpu in sorted(set(with_cpu.values())):
-        strategies = [s for s in args.strategies if with_cpu[s] is uses_cpu]
-        begin = time.perf_counter()
-        engine = make_engine(args, strategies[0])
-        setup_s = time.perf_counter() - begin
-        try:
-            for lengths, strategy, kind in product(args.lengths, strategies, args.kinds):
-                result = measure(engine, strategy, lengths, kind, args)
-                print(json.dumps(result | {"setup_s": round(setup_s, 1)}), flush=True)
-        finally:
-            engine.close()
+    for engine, strategies, setup_s in engines(args):
+        for lengths, strategy, kind in product(args.lengths, strategies, args.kinds):
+            result = measure(engine, strategy, lengths, kind, args)
+            print(json.dumps(result | {"setup_s": round(setup_s, 1)}), flush=True)
 
 
 if __name__ == "__main__":

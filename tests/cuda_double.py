@@ -12,7 +12,7 @@ import importlib
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest import mock
@@ -20,12 +20,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from swiftapex.backends import Backends
 from swiftapex.backends.reference import ReferenceOps, causal_attention, gather, split_heads
+from swiftapex.backends.threads import cpu_threads
 from swiftapex.core.ops import AttentionShape
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON = "swiftapex.backends.prefill_attention"
-_NAMES = ("cuda_ops", "cuda", "cuda_lane", "cuda_clock")
+_NAMES = ("cuda_ops", "cuda", "cuda_lane", "cuda_clock", "cuda_memory")
 _OPS = ReferenceOps()
 
 
@@ -195,6 +197,23 @@ class _Stream:
     def wait_event(self, event: object) -> None: ...
 
 
+class DeviceDouble:
+    """Memory of the stand-in, which holds what a test says."""
+
+    def __init__(self) -> None:
+        self.total, self.others = 1 << 30, 0  # others: what is not this process's tensors
+        self.reserved = self.peak = 0
+
+    @property
+    def free(self) -> int:
+        return self.total - self.others - self.reserved
+
+    def use(self, more: int = 0, for_good: bool = False) -> None:
+        """A new peak begins, at `more` bytes over what is reserved, which stays or not."""
+        self.peak = self.reserved + more
+        self.reserved += more if for_good else 0
+
+
 def _unpinned(make: Any) -> Any:
     return lambda *size, pin_memory=False, **kwargs: make(*size, **kwargs)
 
@@ -209,10 +228,18 @@ def torch_on_host() -> Any:
         _cuda_getDevice=lambda: 0, _cuda_getCurrentRawStream=lambda _: 0
     )
     runtime = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    memory = DeviceDouble()
     host.cuda = types.SimpleNamespace(
+        memory=memory,
+        empty_cache=lambda: None,
+        mem_get_info=lambda *_: (memory.free, memory.total),
+        memory_reserved=lambda *_: memory.reserved,
+        max_memory_reserved=lambda *_: memory.peak,
+        reset_peak_memory_stats=lambda *_: memory.use(),
         current_device=lambda: 0,
+        set_per_process_memory_fraction=lambda *_: None,
         get_device_properties=lambda _: types.SimpleNamespace(
-            total_memory=1 << 30, multi_processor_count=4
+            total_memory=memory.total, multi_processor_count=4
         ),
         Stream=_Stream,
         Event=_Event,
@@ -222,6 +249,30 @@ def torch_on_host() -> Any:
         cudart=lambda: runtime,
     )
     return host
+
+
+def maker(modules: dict[str, Any], **more: Any) -> Callable[[Any, bool], Backends]:
+    """`swiftapex.backends.make_backends` over the stand-in, one attention thread."""
+
+    def make(engine: Any, with_cpu_side: bool) -> Backends:
+        gpu = modules["cuda"].CudaBackend(memory=engine.gpu.memory)
+        lane = copies = None
+        if with_cpu_side:
+            lane = modules["cuda_lane"].CudaCpuLane(cpu_threads(1), gpu.device)
+            copies = modules["cuda_lane"].CudaCopies(gpu.device)
+        return Backends(
+            gpu=gpu,
+            cpu_attention=lane,
+            copies=copies,
+            clock=modules["cuda_clock"].CudaClock(),
+            progress=modules["cuda_clock"].CudaProgress(),
+            memory=modules["cuda_memory"].CudaMemory(gpu.device, engine.gpu.memory),
+            active=gpu.active,
+            finish=gpu.stream.synchronize,
+            **more,
+        )
+
+    return make
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@ are tested in tests/cuda."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,7 +13,6 @@ import torch
 
 import swiftapex.figures.kernels as figure_kernels
 import swiftapex.worker.worker as worker_module
-from swiftapex.backends import Backends
 from swiftapex.backends.cuda_segments import CudaSegments, Work
 from swiftapex.backends.reference import ReferenceOps
 from swiftapex.backends.threads import cpu_threads
@@ -21,7 +21,7 @@ from swiftapex.figures.spec import KernelConfig
 from swiftapex.model.config import named_architecture
 from swiftapex.model.dummy import dummy_weights
 from swiftapex.model.stages import Stages
-from tests.cuda_double import cuda_modules
+from tests.cuda_double import cuda_modules, maker
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,24 +30,8 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 def cuda_on_host() -> Iterator[None]:
     with cuda_modules() as modules:
-
-        def make(engine: Any, with_cpu_side: bool) -> Backends:
-            gpu = modules["cuda"].CudaBackend()
-            lane = copies = None
-            if with_cpu_side:
-                lane = modules["cuda_lane"].CudaCpuLane(cpu_threads(1), gpu.device)
-                copies = modules["cuda_lane"].CudaCopies(gpu.device)
-            return Backends(
-                gpu=gpu,
-                cpu_attention=lane,
-                copies=copies,
-                clock=modules["cuda_clock"].CudaClock(),
-                progress=modules["cuda_clock"].CudaProgress(),
-                segments=lambda *args: CudaSegments(*args, recorder=lambda work: work),
-                active=gpu.active,
-                finish=gpu.stream.synchronize,
-            )
-
+        segments = functools.partial(CudaSegments, recorder=lambda work: work)
+        make = maker(modules, segments=segments)
         with (
             mock.patch.object(worker_module, "make_backends", make),
             mock.patch.object(figure_kernels, "make_backends", make),

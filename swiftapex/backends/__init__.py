@@ -14,7 +14,7 @@ from swiftapex.core.errors import ConfigError
 if TYPE_CHECKING:
     from swiftapex.attention import CpuAttention
     from swiftapex.config.schema import EngineConfig
-    from swiftapex.core.ops import Backend
+    from swiftapex.core.ops import Backend, Memory
     from swiftapex.kv.staging import Copies
     from swiftapex.model.stages import Stages
     from swiftapex.pipelines.readiness import Progress
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Backends:
     """The GPU side, and with a CPU side: what attends over KV in host memory, and what copies KV
-    between the sides. `repeated` makes what records passes, from the blocks of the longest request
-    and whether spans are being traced; `segments` what records the layer math between two attention
-    calls, from the stages and the same question; None: nothing does. `active`: around all work.
+    between the sides. `memory`: of the GPU side's device, where it is not the host's. `repeated`
+    makes what records passes, from the blocks of the longest request and whether spans are being
+    traced; `segments` what records the layer math between two attention calls, from the stages and
+    the same question; None: nothing does. `active`: around all work.
     `finish`: waits for what was launched."""
 
     gpu: Backend
@@ -34,6 +35,7 @@ class Backends:
     copies: Copies | None
     clock: Clock = field(default_factory=HostClock)
     progress: Progress | None = None
+    memory: Memory | None = None
     repeated: Callable[[int, Callable[[], bool]], RepeatedPasses] | None = None
     segments: Callable[[Stages, Callable[[], bool]], RecordedSegments] | None = None
     active: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -100,6 +102,7 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     from swiftapex.backends.cuda_clock import CudaClock, CudaProgress
     from swiftapex.backends.cuda_graphs import CudaGraphs
     from swiftapex.backends.cuda_lane import CudaCopies, CudaCpuLane
+    from swiftapex.backends.cuda_memory import CudaMemory
     from swiftapex.backends.cuda_segments import CudaSegments
     from swiftapex.backends.threads import threads_beside_launching
 
@@ -117,6 +120,7 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         copies=copies,
         clock=CudaClock(),
         progress=CudaProgress(),
+        memory=CudaMemory(gpu.device, engine.gpu.memory),
         repeated=functools.partial(CudaGraphs, gpu.stream),
         segments=CudaSegments,
         active=gpu.active,

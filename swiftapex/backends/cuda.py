@@ -39,13 +39,13 @@ class CudaBackend:
     def __init__(self, sm_count: int | None = None, memory: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
-        if memory is not None:
-            fraction = memory / properties.total_memory
-            if fraction > 1:
-                raise ConfigError(
-                    f"engine.gpu.memory: {memory} is more than the GPU's {properties.total_memory}"
-                )
-            torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        fraction = 1.0 if memory is None else memory / properties.total_memory
+        if fraction > 1:
+            raise ConfigError(
+                f"engine.gpu.memory: {memory} is more than the GPU's {properties.total_memory}"
+            )
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)  # an earlier cap ends
+        self._memory = memory
         self.num_sms = properties.multi_processor_count
         self._green: kernels.GreenContext | None = None
         if sm_count is None:
@@ -61,9 +61,20 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """torch works on the compute stream inside."""
-        with torch.cuda.stream(self.stream):
-            yield
+        """torch works on the compute stream inside. ConfigError where memory does not suffice."""
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            held = torch.cuda.memory_reserved(self.device)
+            limit = total if self._memory is None else self._memory
+            raise ConfigError(
+                f"engine.gpu: memory does not suffice: tensors hold {held / 2**30:.2f} GiB of the "
+                f"{limit / 2**30:.2f} GiB that they may, and {free / 2**30:.2f} GiB of the GPU's "
+                f"{total / 2**30:.2f} GiB are free: use a smaller kv_tokens or kv_memory, or a "
+                f"smaller max_tokens_in_batch ({error})"
+            ) from error
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Through one piece of pinned memory, in stream order: nothing waits."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftapex.attention import BoundBatch
-from swiftapex.backends.padding import padded_rows
+from swiftapex.backends.graph_rows import padded_rows
 from swiftapex.core.ops import AttentionBatch
 from swiftapex.pipelines.walk import Walk
 
@@ -60,8 +60,9 @@ class CudaGraphs:
         recorded.graph.replay()
         walk.x = recorded.x_out[:rows]
 
-    def close(self) -> None:
+    def forget(self) -> None:
         self._recorded.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # one whose graphs are gone cannot be shared
 
     def _record(
         self, walk: Walk, batch: BoundBatch, rows: int, layers: Callable[[Walk], None]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftapex.backends.padding import padded_rows
+from swiftapex.backends.graph_rows import padded_rows
 from swiftapex.model.stages import Stages
 
 _MAX_ROWS = 64  # beyond it a layer takes longer than its launches, and padding costs more

@@ -48,7 +48,8 @@ class ModelSection(Section):
 
 
 class KvSection(Section):
-    """Size of one side's KV cache: `kv_tokens`, or `kv_memory` in bytes, or DEFAULT_KV_TOKENS."""
+    """Size of one side's KV cache: `kv_tokens`, or `kv_memory` in bytes, or DEFAULT_KV_TOKENS (on
+    the GPU side of device cuda: what is left, which is measured)."""
 
     kv_tokens: Count | None = None
     kv_memory: Bytes | None = None
@@ -69,11 +70,13 @@ class KvSection(Section):
 
 class GpuConfig(KvSection):
     """The GPU side: each GPU's. `sm_count` and `memory` (bytes) cap a larger GPU to emulate a
-    smaller one; `preset` gives both where they are null (config/presets.py says what for)."""
+    smaller one; `preset` gives both where they are null (config/presets.py says what for).
+    `memory_share`: of that memory, what weights, passes and a measured KV cache take together."""
 
     preset: Literal["none", "t4", "a10g", "l4", "h100"] = "none"
     sm_count: PositiveInt | None = None
     memory: Bytes | None = None
+    memory_share: float = Field(default=0.9, gt=0, le=1)
 
     @model_validator(mode="before")
     @classmethod

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import device as torch_device
     from torch import dtype as torch_dtype
 
+    from swiftapex.core.records import DeviceMemory
+
 
 class Ops(Protocol):
     """Tensor operations of the layer math. n: tokens of the batch. Activations have the model's
@@ -118,6 +120,16 @@ class AttentionBatch:
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + sum(self.chunk_lens)
+
+
+class Memory(Protocol):
+    """Of a device beside the host."""
+
+    def settle(self) -> None:
+        """Waits for the device, gives back what no tensor uses, and begins a new peak."""
+
+    def now(self) -> DeviceMemory:
+        """What the device's memory holds at this moment."""
 
 
 class Backend(Protocol):

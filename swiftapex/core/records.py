@@ -31,6 +31,17 @@ class IterationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a GPU's memory at a moment."""
+
+    total: int  # what the GPU has
+    free: int  # what nobody has taken: other processes, contexts and graphs count as well
+    limit: int  # what this process's tensors may take
+    reserved: int  # what they have taken, with what the allocator keeps for them
+    peak: int  # of `reserved`, since it was last settled
+
+
+@dataclass(frozen=True, slots=True)
 class BusyTimes:
     """Since the start, seconds in which each side computed and bytes that went between them; None
     where that is not measured."""

@@ -22,7 +22,7 @@ def check_supported(engine: EngineConfig) -> None:
     defaults = EngineConfig()
     unheeded = ["cpu.numa", "cpu.hugepages", "cpu.mlock"]
     if engine.device != "cuda":
-        unheeded = ["gpu.preset", "gpu.sm_count", "gpu.memory", *unheeded]
+        unheeded = ["gpu.preset", "gpu.sm_count", "gpu.memory", "gpu.memory_share", *unheeded]
     if engine.device == "reference":
         unheeded += ["cpu.attention_kernel"]
     for key in unheeded:

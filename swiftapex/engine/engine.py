@@ -6,9 +6,9 @@ import dataclasses
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
@@ -32,13 +32,15 @@ from swiftapex.engine.stats import EngineStats, count, record_launch
 from swiftapex.engine.text import TextStream
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
-from swiftapex.kv.sizing import check_host_room, kv_sizes
+from swiftapex.kv.sizing import check_host_room, kv_sizes, measures_gpu_kv
 from swiftapex.model.source import open_model
 from swiftapex.policies import make_policy
+from swiftapex.profiler.memory import fit_gpu_kv
 from swiftapex.scheduler.draft import Limits
 from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.state import SchedulerState
 
+Made = TypeVar("Made")
 _EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
 
 
@@ -83,6 +85,12 @@ class Engine:
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
         check_host_room(source.config, source.dtype, engine, sizes)
         self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
+        if measures_gpu_kv(engine):
+            sizes = self._closing_on_error(
+                lambda: fit_gpu_kv(
+                    self._executor, source.config, source.dtype, engine, sizes, self.max_model_len
+                )
+            )
         self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
@@ -288,9 +296,13 @@ class Engine:
                 self._executor.close()
 
     def _make_cost_model(self, uses_cpu: bool) -> CostModel:
-        """May measure, which takes a while. An engine that cannot be had leaves nothing behind."""
+        """May measure, which takes a while."""
+        return self._closing_on_error(lambda: self.profiled.cost_model(uses_cpu))
+
+    def _closing_on_error(self, make: Callable[[], Made]) -> Made:
+        """An engine that cannot be had leaves nothing behind."""
         try:
-            return self.profiled.cost_model(uses_cpu)
+            return make()
         except BaseException:
             self._executor.close()
             raise

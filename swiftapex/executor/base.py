@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from swiftapex.core.plan import StepPlan, StepResult
-from swiftapex.core.records import BusyTimes
+from swiftapex.core.records import BusyTimes, DeviceMemory
+from swiftapex.kv.sizing import KVSizes
 
 
 class Executor(Protocol):
@@ -21,6 +22,15 @@ class Executor(Protocol):
 
     def busy(self) -> BusyTimes:
         """Seconds of computing so far, on average over the workers."""
+
+    def settle_memory(self) -> None:
+        """Waits, gives back what no tensor on a device uses, and begins new peaks."""
+
+    def memory(self) -> list[DeviceMemory]:
+        """Of each worker's device; none where the GPU side is the host."""
+
+    def resize_gpu_kv(self, sizes: KVSizes) -> None:
+        """Other KV on the GPUs, with nothing in it, before the first request."""
 
     def close(self) -> None:
         """Ends the workers and frees what they hold."""

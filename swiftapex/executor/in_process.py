@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftapex.config.schema import EngineConfig
 from swiftapex.core.plan import StepPlan, StepResult
-from swiftapex.core.records import BusyTimes
+from swiftapex.core.records import BusyTimes, DeviceMemory
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.kv.sizing import KVSizes
 from swiftapex.model.source import ModelSource
@@ -34,6 +34,16 @@ class InProcessExecutor:
 
     def busy(self) -> BusyTimes:
         return self._worker.busy()
+
+    def settle_memory(self) -> None:
+        self._worker.settle_memory()
+
+    def memory(self) -> list[DeviceMemory]:
+        memory = self._worker.memory()
+        return [] if memory is None else [memory]
+
+    def resize_gpu_kv(self, sizes: KVSizes) -> None:
+        self._worker.resize_gpu_kv(sizes)
 
     def close(self) -> None:
         self._worker.close()

@@ -171,6 +171,23 @@ class Rank:
         self._worker.touch_kv()
         self._send(None)
 
+    def settle_memory(self) -> None:
+        """Answers None."""
+        assert self._worker is not None
+        self._worker.settle_memory()
+        self._send(None)
+
+    def memory(self) -> None:
+        """Answers this rank's DeviceMemory, or None."""
+        assert self._worker is not None
+        self._send(self._worker.memory())
+
+    def resize_gpu_kv(self, sizes: KVSizes) -> None:
+        """Answers None."""
+        assert self._worker is not None
+        self._worker.resize_gpu_kv(sizes)
+        self._send(None)
+
     def busy(self) -> None:
         """Answers this rank's BusyTimes."""
         assert self._worker is not None

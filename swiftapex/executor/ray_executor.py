@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import EngineError
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
-from swiftapex.core.records import BusyTimes
+from swiftapex.core.records import BusyTimes, DeviceMemory
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.executor.rank import Launched, WorkerSettings, mean_busy
 from swiftapex.executor.ray_ranks import RayRanks
@@ -84,6 +84,15 @@ class RayExecutor:
             return mean_busy(self.ranks.ask("busy"))
         except EngineError:
             return BusyTimes(None, None)
+
+    def settle_memory(self) -> None:
+        self.ranks.ask("settle_memory")
+
+    def memory(self) -> list[DeviceMemory]:
+        return [memory for memory in self.ranks.ask("memory") if memory is not None]
+
+    def resize_gpu_kv(self, sizes: KVSizes) -> None:
+        self.ranks.ask("resize_gpu_kv", sizes)
 
     def close(self) -> None:
         """Also where ranks have failed, or were left in the middle of an iteration."""

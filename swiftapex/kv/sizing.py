@@ -38,10 +38,24 @@ def attention_shape(config: ModelConfig, engine: EngineConfig) -> AttentionShape
     )
 
 
+def measures_gpu_kv(engine: EngineConfig) -> bool:
+    """Whether the GPU's KV gets what is left of its memory: nobody says how much it should be."""
+    gpu = engine.gpu
+    return engine.device == "cuda" and gpu.kv_tokens is None and gpu.kv_memory is None
+
+
 def kv_sizes(
-    config: ModelConfig, dtype: str, engine: EngineConfig, max_model_len: int, uses_cpu: bool
+    config: ModelConfig,
+    dtype: str,
+    engine: EngineConfig,
+    max_model_len: int,
+    uses_cpu: bool,
+    gpu_room: int | None = None,
 ) -> KVSizes:
     """The sizes that `engine` asks for. Without `uses_cpu` all is on the GPU.
+
+    `gpu_room`: bytes for KV on each GPU, where they are to be measured; before that (None) the GPU
+    has one block, in which trial passes write over each other, and no staging area.
 
     Blocks are those of every rank, each with that rank's heads: `gpu.kv_memory` is a GPU's,
     `cpu.kv_memory` the host's, shared by the ranks. ConfigError where `config` cannot be split, or
@@ -54,11 +68,17 @@ def kv_sizes(
     size = engine.block_size
     ranks = engine.tensor_parallel_size
     part = Shard(0, ranks).config(config)
-    gpu = engine.gpu.num_blocks(size, size * part.kv_bytes_per_token(dtype))
+    block_bytes = size * part.kv_bytes_per_token(dtype)
+    measures = measures_gpu_kv(engine)
+    if measures:
+        gpu = 1 if gpu_room is None else gpu_room // block_bytes
+    else:
+        gpu = engine.gpu.num_blocks(size, block_bytes)
     if gpu == 0:
-        tokens, given = engine.gpu.kv_tokens, engine.gpu.kv_memory
+        tokens = engine.gpu.kv_tokens
+        given = gpu_room if measures else engine.gpu.kv_memory
         asked = f"{tokens} tokens" if given is None else f"{given} bytes"
-        block = f"{size} tokens ({size * part.kv_bytes_per_token(dtype)} bytes)"
+        block = f"{size} tokens ({block_bytes} bytes)"
         raise ConfigError(f"engine.gpu: {asked} of KV are less than a block of {block}")
     if not uses_cpu:
         return KVSizes(gpu, 0, 0, dtype)
@@ -67,6 +87,8 @@ def kv_sizes(
     if cpu == 0:
         return KVSizes(gpu, 0, 0, dtype)
     longest = -(-max_model_len // size)
+    if measures and gpu_room is None:
+        return KVSizes(gpu, cpu, 0, cpu_dtype)
     share = max(1, gpu // _STAGING_SHARE)
     staging = min(share * config.num_layers // STAGING_DEPTH, longest)
     taken = -(-staging * STAGING_DEPTH // config.num_layers)

@@ -44,6 +44,11 @@ class KVStore:
         self._kv[placement] = allocate(layers, num_blocks, self._shape, dtype)
         self._layers[placement] = self._kv[placement].unbind()
 
+    def release(self, placement: Placement) -> None:
+        """Gives back a side's tensor, if there is one."""
+        self._kv.pop(placement, None)
+        self._layers.pop(placement, None)
+
     def layer(self, side: Placement, layer: int) -> Tensor:
         """[blocks, ...] of one layer."""
         return self._layers[side][layer]

@@ -15,12 +15,18 @@ class RepeatedPasses(Protocol):
         """Takes `walk` through all layers as `layers` does, which is the same function each time
         and reads nothing but its argument and the worker's lasting state."""
 
+    def forget(self) -> None:
+        """What was recorded is not replayed any more: KV is about to lie elsewhere."""
+
 
 class EachPassAnew:
     """For devices that record nothing."""
 
     def run(self, walk: Walk, layers: Callable[[Walk], None]) -> None:
         layers(walk)
+
+    def forget(self) -> None:
+        pass
 
 
 class RecordedSegments(Protocol):

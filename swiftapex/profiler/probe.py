@@ -55,6 +55,7 @@ class Probe:
         block_size: int,
         patience_s: float = 1.0,
         most: int = 8,
+        sampling: SamplingParams | None = None,
     ) -> None:
         self._executor = executor
         self._num_blocks = num_blocks
@@ -62,6 +63,7 @@ class Probe:
         self.runs_ahead = executor.runs_ahead
         self._patience_s = patience_s
         self._most = most
+        self._sampling = sampling or SamplingParams()
         self._next_id = -1
 
     def time(
@@ -71,6 +73,12 @@ class Probe:
         all of them); at least one does, so that the iteration's end is seen."""
         with self._plan(pipeline, sub_batches, sampled) as plan:
             return self._timed(plan)
+
+    def run(self, pipeline: str, *sub_batches: Sequence[Work], times: int = 1) -> None:
+        """Such iterations one after another, until they are done."""
+        with self._plan(pipeline, sub_batches, None) as plan:  # which runs one
+            for _ in range(times - 1):
+                self._executor.execute(plan).fetch()
 
     def host_time(self, pipeline: str, *sub_batches: Sequence[Work]) -> float:
         """µs that the host needs to launch such an iteration while the device has nothing to do."""
@@ -94,7 +102,7 @@ class Probe:
         with self._plan("sequential", [decodes(Placement.GPU, 1, 1)], None) as decode:
             alone = self._timed(decode)
             self._executor.execute(
-                StepPlan("sequential", nothing, admitted=(_admission(request_id),))
+                StepPlan("sequential", nothing, admitted=(self._admission(request_id),))
             )
             start = time.perf_counter()
             for index in range(times):
@@ -126,7 +134,7 @@ class Probe:
             for batch in sub_batches
         )
         plan = StepPlan(pipeline, batches)
-        first = replace(plan, admitted=tuple(map(_admission, ids)), new_blocks=blocks)
+        first = replace(plan, admitted=tuple(map(self._admission, ids)), new_blocks=blocks)
         self._executor.execute(first).fetch()
         try:
             yield plan
@@ -166,6 +174,9 @@ class Probe:
         total = self._num_blocks[side]
         return tuple((used + i) % total for i in range(count))
 
+    def _admission(self, request_id: int) -> Admission:
+        return Admission(request_id, 1, self._sampling, _TOKEN)
+
     def _new_ids(self, count: int) -> tuple[int, ...]:
         first, self._next_id = self._next_id, self._next_id - count
         return tuple(range(first, first - count, -1))
@@ -174,10 +185,6 @@ class Probe:
 def _row(request_id: int, work: Work, completes: bool) -> Row:
     ids = (_TOKEN,) * work.tokens if work.tokens else None
     return Row(request_id, work.placement, work.prefix, ids, completes)
-
-
-def _admission(request_id: int) -> Admission:
-    return Admission(request_id, 1, SamplingParams(), _TOKEN)
 
 
 def _undisturbed(times: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from swiftapex.config.schema import EngineConfig
 from swiftapex.core.ops import AttentionBatch, Group
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
 from swiftapex.core.plugins import load_class
-from swiftapex.core.records import BusyTimes
+from swiftapex.core.records import BusyTimes, DeviceMemory
 from swiftapex.core.request import Placement
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.kv.sizing import STAGING_DEPTH, KVSizes, attention_shape
@@ -67,14 +67,11 @@ class Worker:
         try:
             with self._backends.active():
                 weights = source.load(dtype, gpu.device, gpu.allocate_weight, shard)
-            self._store = KVStore(shape, config.num_layers)
-            self._store.allocate(Placement.GPU, gpu, sizes.gpu_blocks, dtype)
-            if sizes.cpu_blocks:
-                cpu_dtype = as_torch_dtype(sizes.cpu_dtype)
-                self._store.allocate(Placement.CPU, gpu, sizes.cpu_blocks, cpu_dtype)
-                self._store.allocate(
-                    Placement.STAGING, gpu, sizes.staging_blocks, dtype, STAGING_DEPTH
-                )
+                self._store = KVStore(shape, config.num_layers)
+                self._allocate_gpu_kv(sizes, dtype)
+                if sizes.cpu_blocks:
+                    cpu_dtype = as_torch_dtype(sizes.cpu_dtype)
+                    self._store.allocate(Placement.CPU, gpu, sizes.cpu_blocks, cpu_dtype)
         except BaseException:
             self._backends.close()
             raise
@@ -157,6 +154,31 @@ class Worker:
     def touch_kv(self) -> None:
         """Writes a byte of every page of the KV in host memory, as it is."""
         self._store.touch()
+
+    def settle_memory(self) -> None:
+        """Waits, gives back what no tensor on the device uses, and begins a new peak."""
+        if self._backends.memory is not None:
+            self._backends.memory.settle()
+
+    def memory(self) -> DeviceMemory | None:
+        """Of the GPU side's device; None where that is the host."""
+        return None if self._backends.memory is None else self._backends.memory.now()
+
+    def resize_gpu_kv(self, sizes: KVSizes) -> None:
+        """Other KV on the GPU, with nothing in it, before the first request."""
+        self._backends.finish()
+        self._repeated.forget()
+        for placement in (Placement.GPU, Placement.STAGING):
+            self._store.release(placement)
+        self.settle_memory()
+        with self._backends.active():
+            self._allocate_gpu_kv(sizes, self._stages.weights.embedding.dtype)
+
+    def _allocate_gpu_kv(self, sizes: KVSizes, dtype: torch.dtype) -> None:
+        gpu = self._backends.gpu
+        self._store.allocate(Placement.GPU, gpu, sizes.gpu_blocks, dtype)
+        if sizes.cpu_blocks:
+            self._store.allocate(Placement.STAGING, gpu, sizes.staging_blocks, dtype, STAGING_DEPTH)
 
     def busy(self) -> BusyTimes:
         """Seconds of computing and bytes between the sides so far. The GPU side is only timed while

@@ -14,6 +14,8 @@ kernels = pytest.importorskip(
     "swiftapex._kernels_cuda", reason="swiftapex was built without its CUDA kernels"
 )
 
+# Cases that scripts/sanitize_cuda.sh runs: small, and without words that the host sets.
+sanitize = pytest.mark.sanitize
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = tuple(NUMBERS)
 # Of a result computed in float32 from stored inputs and rounded to the dtype once or twice.

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gpu import DTYPES, NUMBERS, captured, kernels, poisoned, random, stream, strided
+from gpu import (
+    DTYPES,
+    NUMBERS,
+    captured,
+    kernels,
+    poisoned,
+    random,
+    sanitize,
+    stream,
+    strided,
+)
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -109,6 +119,14 @@ def make_case(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_small_every_group(dtype: torch.dtype, group: int) -> None:
     make_case([1, 17, 0, 300, 5], dtype, group=group).check()
+
+
+@sanitize
+@pytest.mark.parametrize(
+    ("dtype", "group"), [(torch.bfloat16, 1), (torch.bfloat16, 8), (torch.float32, 4)], ids=str
+)
+def test_small_on_few_thread_blocks(dtype: torch.dtype, group: int) -> None:
+    make_case([1, 17, 0, 150], dtype, group=group).check(num_ctas=5)
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 96, 120, 128, 192, 256])

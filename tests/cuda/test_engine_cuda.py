@@ -14,6 +14,7 @@ from tests.cuda import gpu as _skips_without_one  # noqa: F401
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
 pytestmark = pytest.mark.gpu
+KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * 4  # of `engine`: layers, K and V, heads, head_dim, float32
 
 
 @pytest.mark.timeout(300)
@@ -71,6 +72,24 @@ def test_a_part_of_the_gpu_gives_the_same_tokens() -> None:
         outputs.append([o.token_ids for o in llm.generate(prompts, params)])
         llm.close()
     assert outputs[0] == outputs[1]
+
+
+def test_kv_of_unsaid_size_leaves_room_for_the_largest_pass() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    cap = 1 << 30
+    llm = engine(policy="gpu_only", gpu={"memory": cap, "memory_share": 0.5})
+    kv_bytes = llm.stats().gpu_blocks_total * 32 * KV_BYTES_PER_TOKEN
+    assert cap // 4 < kv_bytes < cap // 2
+    torch.cuda.reset_peak_memory_stats()
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, top_p=0.9)
+    outs = llm.generate([[5 + i % 90] * 100 for i in range(400)], params)
+    assert all(len(out.token_ids) == 20 for out in outs)
+    assert torch.cuda.max_memory_reserved() < 0.6 * cap
+    llm.close()
+    with pytest.raises(ConfigError, match="memory does not suffice"):
+        engine(gpu={"memory": cap, "kv_memory": 2 * cap})
+    engine(gpu={"kv_memory": 2 * cap}).close()  # the cap was the other engine's
 
 
 def test_blocks_that_the_cpu_side_cannot_take_are_refused() -> None:
