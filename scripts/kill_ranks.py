@@ -2,7 +2,7 @@
 
     python scripts/kill_ranks.py           # every pipeline in prefill, decode and swap, 20 times
     python scripts/kill_ranks.py --times 1 --pipelines async_overlap
-    python scripts/kill_ranks.py --times 1 --device cuda     # two GPUs
+    python scripts/kill_ranks.py --times 1 --moments decode --device cuda    # two GPUs, idle
 
 Prints a line of JSON per kill. Exit status 1 if a request did not end with the reason within 10 s,
 or a process, thread, socket, piece of shared memory or memory on a GPU stayed.
@@ -30,6 +30,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pipelines", nargs="+", default=list(PIPELINES), choices=PIPELINES)
+    parser.add_argument("--moments", nargs="+", default=list(MOMENTS), choices=MOMENTS)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2, choices=[2])
@@ -42,7 +43,7 @@ def main() -> int:
     failed, slowest, count = 0, 0.0, 0
     for number in range(args.times):
         for pipeline in args.pipelines:
-            for moment in MOMENTS:
+            for moment in args.moments:
                 victim = (number + MOMENTS.index(moment)) % args.ranks
                 line = {"pipeline": pipeline, "moment": moment, "victim": victim}
                 try:
