@@ -23,11 +23,15 @@ def start_cupti() -> None:
 
 
 def recorded(work: Callable[[], Result]) -> tuple[list[Activity], Result]:
-    """What the GPU did and the host called during `work`, and its result."""
+    """What the GPU did and the host called during `work`, and its result. SystemExit where CUPTI
+    does not tell."""
     session: Any = profile(activities=[ProfilerActivity.CUDA])
     with session:
         result = work()
-    return [activity(event) for event in session.profiler.kineto_results.events()], result
+    found = [activity(event) for event in session.profiler.kineto_results.events()]
+    if not any(each.kind == "kernel" for each in found):
+        raise SystemExit("CUPTI recorded no kernel: this process may not profile the GPU here")
+    return found, result
 
 
 def activity(event: Any) -> Activity:

@@ -58,4 +58,4 @@ def measure(
     finally:
         engine.close()
     totals = stats.gpu_blocks_total, stats.cpu_blocks_total
-    return RunResult(plan, log, *totals, take_snapshots(trace)), trace
+    return RunResult(plan, log, *totals, take_snapshots(trace), engine.notes), trace

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from swiftapex.core.ops import AttentionShape
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON = "swiftapex.backends.prefill_attention"
-_NAMES = ("cuda_ops", "cuda", "cuda_lane", "cuda_clock", "cuda_memory")
+_NAMES = ("cuda_ops", "cuda", "cuda_bounce", "cuda_lane", "cuda_clock", "cuda_memory")
 _OPS = ReferenceOps()
 
 
@@ -214,6 +215,33 @@ class DeviceDouble:
         self.reserved += more if for_good else 0
 
 
+class RuntimeDouble:
+    """Host memory that is pinned: pieces, by their address. `failing`: which of the calls to come,
+    counted from 0, has an error."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.failing: int | None = None
+        self._mutex = threading.Lock()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        with self._mutex:
+            if self.failing is not None:
+                self.failing -= 1
+            if self.failing == -1:
+                return 2
+            self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(begin <= address < begin + size for begin, size in self.pinned.items())
+
+
 def _unpinned(make: Any) -> Any:
     return lambda *size, pin_memory=False, **kwargs: make(*size, **kwargs)
 
@@ -227,7 +255,7 @@ def torch_on_host() -> Any:
     host._C = types.SimpleNamespace(
         _cuda_getDevice=lambda: 0, _cuda_getCurrentRawStream=lambda _: 0
     )
-    runtime = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    runtime = RuntimeDouble()
     memory = DeviceDouble()
     host.cuda = types.SimpleNamespace(
         memory=memory,
@@ -275,6 +303,10 @@ def maker(modules: dict[str, Any], **more: Any) -> Callable[[Any, bool], Backend
     return make
 
 
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 @contextlib.contextmanager
 def cuda_modules() -> Iterator[dict[str, Any]]:
     """swiftapex.backends.cuda* over the stand-in, by their last name; gone afterwards."""
@@ -293,14 +325,26 @@ def cuda_modules() -> Iterator[dict[str, Any]]:
     before = {name: sys.modules.pop(name, None) for name in changed}
     sys.modules["swiftapex._kernels_cuda"] = kernels
     sys.modules[_TRITON] = triton
+    on_device: list[Tensor] = []  # kept alive, so that no host memory gets their addresses
+    is_cpu = property(lambda self: not any(_same_memory(self, tensor) for tensor in on_device))
     with (
         mock.patch.object(swiftapex, "_kernels_cuda", kernels, create=True),
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
+        mock.patch.object(Tensor, "is_pinned", lambda self: host.cuda.cudart().is_pinned(self)),
+        mock.patch.object(Tensor, "is_cpu", is_cpu),
     ):
         modules = {}
         for name in _NAMES:
             modules[name] = importlib.import_module(full[name])
             modules[name].__dict__["torch"] = host
+        backend = modules["cuda"].CudaBackend
+        allocate = backend.allocate_kv
+
+        def allocate_kv(*args: Any) -> Tensor:
+            on_device.append(allocate(*args))
+            return on_device[-1]
+
+        backend.allocate_kv = allocate_kv
         yield modules
     for name, module in before.items():
         del sys.modules[name]

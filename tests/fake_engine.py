@@ -37,6 +37,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.model_config = SimpleNamespace(vocab_size=vocab_size)
         self.iterations: list[IterationRecord] = []
+        self.notes: tuple[str, ...] = ()
         self.closed = False
         self.added: list[Request] = []
         self._at_step = at_step

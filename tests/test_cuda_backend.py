@@ -77,6 +77,7 @@ def test_bytes_between_the_sides_are_counted() -> None:
         device = torch.device("cpu")
         copies = modules["cuda_lane"].CudaCopies(device)
         on_gpu, on_host = torch.zeros(4, 2, 2, 16, 32), torch.zeros(4, 2, 2, 16, 32)
+        modules["cuda"].torch.cuda.cudart().cudaHostRegister(on_gpu.data_ptr(), on_gpu.nbytes, 0)
         copies.submit(on_gpu, (0, 2), on_host, (1, 3))
         assert copies.link_bytes == 2 * (2 * 2 * 16 * 32) * 4
         lane = modules["cuda_lane"].CudaCpuLane(cpu_threads(1), device)

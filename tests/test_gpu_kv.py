@@ -99,7 +99,9 @@ def test_kv_gets_what_is_left(memory: DeviceDouble, caplog: pytest.LogCaptureFix
     graphs = len({padded_rows(rows) for rows in range(1, ROWS + 1)}) * GRAPH
     room = 0.9 * memory.total - OTHERS - WEIGHTS - graphs - TOKENS * PER_TOKEN
     assert made.stats().gpu_blocks_total == (room + BLOCK) // BLOCK  # one is the trial's own
-    assert "0.30 GiB are weights and graphs" in caplog.text and "48 tokens" in caplog.text
+    (note,) = made.notes
+    assert "0.30 GiB are weights and graphs" in note and "(48 tokens)" in note
+    assert note in caplog.text
     made.close()
 
 
@@ -225,7 +227,8 @@ def test_ranks_get_what_the_fullest_has_left() -> None:
     trial = kv_sizes(source.config, "float16", config, 4096, uses_cpu=False)
     assert trial == KVSizes(1, 0, 0, "float16")
     ranks: Any = Ranks()
-    sizes = fit_gpu_kv(ranks, source.config, "float16", config, trial, 4096)
+    sizes, words = fit_gpu_kv(ranks, source.config, "float16", config, trial, 4096)
+    assert "0.06 GiB are weights and graphs" in words and "0.02 GiB the largest pass" in words
     block = 32 * 2 * 2 * 16 * 128 * 2  # tokens, layers, K and V, half of the heads, head_dim, bytes
     assert sizes.gpu_blocks == (2**28 - 16 * MIB) // block + 1 and ranks.sizes == sizes
 

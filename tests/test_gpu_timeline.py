@@ -128,6 +128,29 @@ def test_events_of_torch_are_told_apart(scripts: Any) -> None:
     assert read(_Event(copy, "CUDA")) == kind("copy", copy, 7, 10, None)
 
 
+class _Session:
+    """torch.profiler.profile, with the events that it has recorded."""
+
+    def __init__(self, events: list[_Event]) -> None:
+        results = SimpleNamespace(events=lambda: events)
+        self.profiler = SimpleNamespace(kineto_results=results)
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_recording_without_kernels_is_refused(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [_Event("cudaLaunchKernel", "CPU")]
+    monkeypatch.setattr(scripts.recorder, "profile", lambda activities: _Session(events))
+    with pytest.raises(SystemExit, match="recorded no kernel"):
+        scripts.recorder.recorded(lambda: 5)
+    events.append(_Event(GEMM, "CUDA"))
+    found, result = scripts.recorder.recorded(lambda: 5)
+    assert [each.kind for each in found] == ["call", "kernel"] and result == 5
+
+
 def run(*more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPTS / "bench_gpu_idle.py"), "--device", "cpu"]
     command += ["--model", "tiny", "--dtype", "float32", "--gpu-kv", "512", "--cpu-gib", "0.02"]

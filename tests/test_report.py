@@ -275,6 +275,14 @@ def test_report_without_results(tmp_path: Path) -> None:
     assert "Run run failed: broken" in (tmp_path / "r.html").read_text()
 
 
+def test_report_says_once_what_engines_note(tmp_path: Path) -> None:
+    noted = replace(result(), notes=("KV is <pageable>.",))
+    runs = [noted, result("other"), replace(noted, plan=replace(noted.plan, name="third"))]
+    write_report(tmp_path / "r.html", "x", "", runs, {}, {}, "")
+    text = (tmp_path / "r.html").read_text()
+    assert text.count("gpu-only, third: KV is &lt;pageable&gt;.") == text.count("pageable") == 1
+
+
 def test_report_marks_energy_of_a_larger_gpu(tmp_path: Path) -> None:
     busy = BusyTimes(None, None)
     span = BusySpan(0.0, busy, 5.0, busy, EnergyUse(1234.0, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from swiftapex.backends.cuda_ops import CudaOps, stream_handle
 from swiftapex.backends.prefill_attention import compile_prefill_attention, prefill_attention
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Ops
+
+logger = logging.getLogger(__name__)
 
 _REGISTER_BYTES = 1 << 30  # of host memory pinned by one call, more or less
 _PAGE_BYTES = 4096
@@ -46,6 +49,7 @@ class CudaBackend:
             )
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)  # an earlier cap ends
         self._memory = memory
+        self.notes: list[str] = []  # what users should know of how memory was had
         self.num_sms = properties.multi_processor_count
         self._green: kernels.GreenContext | None = None
         if sm_count is None:
@@ -121,7 +125,9 @@ class CudaBackend:
     def allocate_host_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype
     ) -> Tensor:
-        """2 MiB pages, pinned in pieces of whole blocks, so that the GPU's copies reach them."""
+        """2 MiB pages, pinned in pieces of whole blocks, so that the GPU's copies reach them. Where
+        a piece cannot be pinned none stays so, since those would be missed elsewhere: copies then
+        go through a piece of pinned memory, with a warning (`notes`)."""
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         kv = zeroed_huge_pages(size, dtype)
         unit = math.lcm(kv[0, 0].nbytes, _PAGE_BYTES)
@@ -131,13 +137,22 @@ class CudaBackend:
             for begin in range(0, kv.nbytes, piece_bytes)
         ]
         with ThreadPoolExecutor(_REGISTER_THREADS) as pool:  # most of the time is zeroing pages
-            for piece, error in zip(pieces, pool.map(_register, pieces), strict=True):
-                if error != 0:
-                    raise ConfigError(
-                        f"engine.cpu: {kv.nbytes / 2**30:.1f} GiB of KV cannot be pinned (CUDA "
-                        f"error {error}): use a smaller kv_tokens"
-                    )
-                self._pinned.append(piece)
+            errors = list(pool.map(_register, pieces))
+        pinned = [piece for piece, error in zip(pieces, errors, strict=True) if error == 0]
+        if len(pinned) == len(pieces):
+            self._pinned += pinned
+            return kv
+        for piece in pinned:
+            _unregister(piece)
+        error = next(error for error in errors if error != 0)
+        note = (
+            f"The CPU's KV is pageable: of {kv.nbytes / 2**30:.2f} GiB only "
+            f"{sum(size for _, size in pinned) / 2**30:.2f} GiB could be pinned (CUDA error "
+            f"{error}). Copies between the sides are slower; raise the limit on locked memory "
+            "(ulimit -l) or use a smaller cpu.kv_tokens."
+        )
+        logger.warning(note)
+        self.notes.append(note)
         return kv
 
     def allocate_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -201,8 +216,8 @@ class CudaBackend:
     def close(self) -> None:
         """Waits for the device. KV in host memory must not be used afterwards."""
         torch.cuda.synchronize(self.device)
-        for address, _ in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        for piece in self._pinned:
+            _unregister(piece)
         self._pinned.clear()
         self._green = None
 
@@ -234,3 +249,7 @@ def _rope_append(
 def _register(piece: tuple[int, int]) -> int:
     """Pins (address, bytes); the CUDA error."""
     return int(torch.cuda.cudart().cudaHostRegister(*piece, 0))
+
+
+def _unregister(piece: tuple[int, int]) -> None:
+    torch.cuda.cudart().cudaHostUnregister(piece[0])

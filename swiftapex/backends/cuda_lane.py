@@ -22,11 +22,11 @@ from torch import Tensor
 import swiftapex._kernels_cuda as kernels
 from swiftapex.backends.cpu_lane import CpuLane, LaneTicket
 from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
-from swiftapex.backends.cuda_ops import current_stream, stream_handle
+from swiftapex.backends.cuda_bounce import Bounce
+from swiftapex.backends.cuda_ops import current_stream, stream_handle, word_pair
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 
-_WORD_STRIDE = 16  # int32 between words, so that no two share a cache line
 _COPY_BLOCKS = 16  # thread blocks of a copy that converts: few beside the computing ones
 
 
@@ -160,12 +160,10 @@ class CudaCpuLane:
         free = self._free.setdefault((capacity, heads * shape.head_dim, width, dtype), [])
         if free:
             return free.pop()
-        words = torch.zeros(2 * _WORD_STRIDE, dtype=torch.int32, pin_memory=True)
         return _Slot(
             torch.empty(capacity, heads, shape.head_dim, dtype=dtype, pin_memory=True),
             torch.empty(capacity, width, dtype=dtype, pin_memory=True),
-            words[:1],
-            words[_WORD_STRIDE : _WORD_STRIDE + 1],
+            *word_pair(),
         )
 
     @staticmethod
@@ -185,14 +183,16 @@ class CudaCopyTicket:
 
 
 class CudaCopies:
-    """Copies KV blocks between device memory and pinned host memory, on a stream beside the
-    computing one and in the order of submission. A copy begins after what was launched before. The
-    GPU's copy engines do it, and a kernel only where the sides hold different dtypes."""
+    """Copies KV blocks between device and host memory, on a stream beside the computing one and in
+    the order of submission. A copy begins after what was launched before. The GPU's copy engines do
+    it, and a kernel only where the sides hold different dtypes; host memory that is not pinned is
+    reached through a piece that is (cuda_bounce.py)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self.link_bytes = 0  # of KV, that crossed or are about to
+        self._bounce: Bounce | None = None
         self._ids: deque[tuple[Sequence[int], Sequence[int], Tensor]] = deque(maxlen=8)
 
     def submit(
@@ -209,7 +209,11 @@ class CudaCopies:
         launched, event = torch.cuda.Event(), torch.cuda.Event()
         launched.record(current_stream())
         self._stream.wait_event(launched)
-        if source.dtype is target.dtype:
+        if not host.is_pinned():
+            self._bounce = self._bounce or Bounce()
+            with torch.cuda.stream(self._stream):
+                self._bounce.copy(source, source_blocks, target, target_blocks)
+        elif source.dtype is target.dtype:
             kernels.transfer_blocks(
                 source.data_ptr(),
                 target.data_ptr(),
@@ -249,6 +253,8 @@ class CudaCopies:
 
     def close(self) -> None:
         self._stream.synchronize()
+        if self._bounce is not None:
+            self._bounce.close()
 
     def _device_ids(self, source: Sequence[int], target: Sequence[int]) -> Tensor:
         """[2, pairs] int64. The layers of a pass hand in the same sequences again and again."""

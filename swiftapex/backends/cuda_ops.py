@@ -9,6 +9,7 @@ import swiftapex._kernels_cuda as kernels
 from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
 from swiftapex.backends.reference import ReferenceOps
 
+_WORD_STRIDE = 16  # int32 between words
 _streams: dict[int, torch.cuda.Stream] = {}  # seen so far, by handle
 
 
@@ -24,6 +25,12 @@ def current_stream() -> torch.cuda.Stream:
     if handle not in _streams:
         _streams[handle] = torch.cuda.current_stream()
     return _streams[handle]
+
+
+def word_pair() -> tuple[Tensor, Tensor]:
+    """Two words [1] int32 in pinned memory, 0, that share no cache line: those of a hand-off."""
+    words = torch.zeros(2 * _WORD_STRIDE, dtype=torch.int32, pin_memory=True)
+    return words[:1], words[_WORD_STRIDE : _WORD_STRIDE + 1]
 
 
 class CudaOps(ReferenceOps):

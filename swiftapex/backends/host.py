@@ -18,6 +18,7 @@ class HostBackend(ABC):
 
     device = torch.device("cpu")
     rotates = False
+    notes: Sequence[str] = ()
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """The arrays' own memory."""

@@ -141,6 +141,10 @@ class Backend(Protocol):
     """Whether it rotates Q and K as it appends (`rotate_append`), in one kernel. The layer math
     then leaves the rotation out, and tokens come with slots: block * block_size + offset."""
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What users should know of how its memory was had, a line each."""
+
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Each array as a tensor where this backend computes. The arrays are not changed later."""
 

@@ -85,12 +85,14 @@ class Engine:
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
         check_host_room(source.config, source.dtype, engine, sizes)
         self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
+        self.notes = self._executor.notes  # what users should know of how memory was had
         if measures_gpu_kv(engine):
-            sizes = self._closing_on_error(
+            sizes, note = self._closing_on_error(
                 lambda: fit_gpu_kv(
                     self._executor, source.config, source.dtype, engine, sizes, self.max_model_len
                 )
             )
+            self.notes += (note,)
         self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)

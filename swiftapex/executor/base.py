@@ -11,6 +11,7 @@ from swiftapex.kv.sizing import KVSizes
 
 class Executor(Protocol):
     runs_ahead: bool  # whether `execute` returns while the workers still compute
+    notes: tuple[str, ...]  # what users should know of how memory was had, a line each
     device_name: str  # of the GPU side's device, as its maker calls it; "cpu" for the host
 
     def execute(self, plan: StepPlan) -> StepResult:

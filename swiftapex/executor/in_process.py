@@ -25,6 +25,7 @@ class InProcessExecutor:
         self._worker = Worker(source, engine, sizes, max_model_len, trace)
         self.runs_ahead = self._worker.runs_ahead
         self.device_name = self._worker.device_name
+        self.notes = self._worker.notes
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._worker.execute(plan)

@@ -126,7 +126,7 @@ class Rank:
         self._send(None)
 
     def start(self, settings: WorkerSettings) -> None:
-        """Builds the worker. Answers whether it runs ahead, and its device's name."""
+        """Builds the worker. Answers whether it runs ahead, its device's name, and notes."""
         assert self._group is not None and self._worker is None
         follower = self._shard.rank - 1
         readiness: Readiness = LeaderReadiness(self._decisions)
@@ -141,7 +141,8 @@ class Rank:
             self._spans,
             Membership(self._shard, self._group, readiness),
         )
-        self._send((self._worker.runs_ahead, self._worker.device_name))
+        worker = self._worker
+        self._send((worker.runs_ahead, worker.device_name, worker.notes))
 
     def execute(self, plan: StepPlan, with_spans: bool) -> None:
         """Launches an iteration. Rank 0 answers `Launched`, the others nothing."""

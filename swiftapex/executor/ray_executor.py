@@ -51,8 +51,11 @@ class RayExecutor:
         self.ranks = ranks or RayRanks(engine.tensor_parallel_size, engine.device)
         settings = WorkerSettings(model, engine, sizes, max_model_len, trace is not None)
         try:
-            answer: tuple[bool, str] = self.ranks.ask("start", settings)[0]
-            self.runs_ahead, self.device_name = answer
+            answers: list[tuple[bool, str, tuple[str, ...]]] = self.ranks.ask("start", settings)
+            self.runs_ahead, self.device_name, _ = answers[0]
+            self.notes = tuple(
+                f"Rank {rank}: {note}" for rank, (*_, notes) in enumerate(answers) for note in notes
+            )
         except BaseException:
             self.close()
             raise

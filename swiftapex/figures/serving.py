@@ -80,7 +80,7 @@ class ServingBench:
                 if engine.has_work:
                     engine.step()
         totals = stats.gpu_blocks_total, stats.cpu_blocks_total
-        return RunResult(plan, log, *totals, take_snapshots(self.trace))
+        return RunResult(plan, log, *totals, take_snapshots(self.trace), engine.notes)
 
     def close(self) -> None:
         engine, self._engine, self._key = self._engine, None, ""

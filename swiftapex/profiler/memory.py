@@ -32,9 +32,10 @@ def fit_gpu_kv(
     engine: EngineConfig,
     trial: KVSizes,
     max_model_len: int,
-) -> KVSizes:
-    """Measures on workers that were made with the sizes `trial`, gives them the KV for which there
-    is room, and returns its sizes. ConfigError, with the numbers, where not even a block fits."""
+) -> tuple[KVSizes, str]:
+    """Measures on workers that were made with the sizes `trial`, and gives them the KV for which
+    there is room: its sizes, and where they come from in words. ConfigError, with the numbers,
+    where not even a block fits."""
     uses_cpu = trial.cpu_blocks > 0
     probe = Probe(executor, trial.num_blocks, engine.block_size, sampling=_SAMPLING)
     probe.run("sequential", [Work(Placement.GPU, 0)])  # libraries set themselves up
@@ -70,9 +71,10 @@ def fit_gpu_kv(
             f"{error}: {words}; use a smaller max_tokens_in_batch, more memory, a larger "
             "memory_share, or say what KV gets (kv_tokens)"
         ) from error
-    logger.info("KV on the GPU: %s: %s", _gib(room), words)
+    note = f"KV on the GPU has {_gib(room)}: {words}."
+    logger.info(note)
     executor.resize_gpu_kv(sizes)
-    return sizes
+    return sizes, note
 
 
 def largest_pass(engine: EngineConfig, max_model_len: int, uses_cpu: bool) -> list[Work]:

@@ -22,13 +22,14 @@ from swiftapex.workloads.replay import RequestOutcome, RunLog
 @dataclass(frozen=True)
 class RunResult:
     """A run that was measured. Block totals are those of the engine's two sides; `snapshots` are
-    iterations to make pictures of."""
+    iterations to make pictures of; `notes` tell how the engine's memory was had."""
 
     plan: RunPlan
     log: RunLog
     gpu_blocks: int
     cpu_blocks: int
     snapshots: tuple[Snapshot, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> dict[str, Any]:
         """The run's entry in `summary.json`."""

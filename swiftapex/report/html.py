@@ -62,6 +62,7 @@ def write_report(
         figure=figure,
         runs=runs,
         failures=failures,
+        notes=_notes(results),
         summary_plots=_summary_plots(runs, results) if runs else [],
         verdicts=[sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence],
         details=[_details(result) for result in detailed],
@@ -72,6 +73,15 @@ def write_report(
         config_text=config_text,
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _notes(results: Sequence[RunResult]) -> list[tuple[str, str]]:
+    """The engines' notes, each with the runs that it is of."""
+    runs: dict[str, list[str]] = {}
+    for result in results:
+        for note in result.notes:
+            runs.setdefault(note, []).append(label(result.summary()))
+    return [(", ".join(labels), note) for note, labels in runs.items()]
 
 
 def samples(results: Sequence[RunResult]) -> list[tuple[str, list[tuple[str, str]]]]:

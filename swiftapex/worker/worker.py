@@ -119,6 +119,11 @@ class Worker:
         device = self._backends.gpu.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know of how memory was had, a line each."""
+        return tuple(self._backends.gpu.notes)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Launches one iteration. What is launched later comes after it, its copies included. While

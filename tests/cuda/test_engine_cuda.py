@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,17 @@ def test_half_precision_stays_within_the_margin(name: str, dtype: str) -> None:
         policy, args = strategy(name, seed)
         run_schedule("gqa-8", policy, args, seed, tally, late=False, device="cuda", dtype=dtype)
     assert tally.tokens > 100
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["neo", "async_overlap", "random"])
+def test_kv_that_cannot_be_pinned_gives_the_same_tokens(name: str) -> None:
+    tally = Tally()
+    with mock.patch("swiftapex.backends.cuda._register", lambda piece: 2):
+        for seed in range(3):
+            policy, args = strategy(name, seed)
+            run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
+    assert tally.cpu_tokens > 0 and not tally.forgiven
 
 
 def engine(**overrides: object) -> LLM:
