@@ -18,6 +18,8 @@ namespace swiftapex {
 // The grid is num_ctas thread blocks, whatever the contexts: they divide the work between them on
 // the device (decode_attention_plan.cuh), so that a captured graph stays balanced when the contexts
 // change. One block fills a multiprocessor: num_ctas is best the number of multiprocessors.
+// From compute capability 9.0 on it begins while the kernel before it on the stream still runs:
+// that one may write q, out and each row's newest token in kv, but nothing else that is read here.
 // The same inputs give the same bits. 16-bit KV of the same dtype as q goes through the tensor
 // cores for head_dim 64, 96, 128 and 256 and block sizes divisible by 16, from compute
 // capability 8.0 on, all else through float32 FMA. Groups (q_heads / kv_heads) up to 16; head_dim a

@@ -16,6 +16,7 @@ struct FmaTile {
     int lane, chunks;
     float* queries;  // [heads][head_dim], where the sums go in the end
     char* stages;
+    Segment next;                                          // that begin() goes over to
     int stage;                                             // whose tile comes next
     int first_token, first_chunk, token_step, chunk_step;  // of the copy's walk over chunks
 
@@ -29,6 +30,7 @@ struct FmaTile {
         return 2 * kTileTokens * row_chunks(head_dim) * 16;
     }
 
+    static constexpr int kCapability = 0;
     static constexpr int kMinStages = 1;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         return slot_floats(args.heads, args.head_dim) * 4 + stages * stage_bytes(args.head_dim);
@@ -79,9 +81,11 @@ struct FmaTile {
         }
     }
 
-    __device__ void begin(const DecodeArgs& args, const Segment& segment) {
-        const Heads heads = heads_of(args, segment);
-        const int64_t first = segment.row * args.q_stride + int64_t{heads.first} * args.head_dim;
+    __device__ void load_queries(const DecodeArgs&, const Segment& segment) { next = segment; }
+
+    __device__ void begin(const DecodeArgs& args) {
+        const Heads heads = heads_of(args, next);
+        const int64_t first = next.row * args.q_stride + int64_t{heads.first} * args.head_dim;
         for (int i = lane; i < args.heads * args.head_dim; i += 32) {
             float value = 0.0f;
             if (i < heads.count * args.head_dim) {

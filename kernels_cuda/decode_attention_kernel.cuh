@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "kernels_cuda/decode_attention_merge.cuh"
+#include "kernels_cuda/dependent_launch.cuh"
 #include "kernels_cuda/launch.h"
 
 namespace swiftapex {
@@ -57,31 +58,42 @@ __device__ inline void wait_copies(int pending) {
 #endif
 }
 
-// Tile: start(args, cursor) begins to read ahead; begin(args, segment) loads the queries;
-// step(args, valid, cursor) adds the tile that was read first and reads ahead. Then output(args,
-// segment) writes the result, or finish(args, slot) leaves the warp's sums. A tile has its warp's
-// memory for itself until it leaves its sums at the beginning of it.
+// The lengths, the block table and all KV but a row's newest token are read while the kernel before
+// this one may still run: a Tile that is launched so waits before it reads the newest ones.
+//
+// Tile: start(args, cursor) begins to read ahead; load_queries(args, segment), before begin(args)
+// goes over to that segment; step(args, valid, cursor) adds the tile that was read first and reads
+// ahead. Then output(args, segment) writes the result, or finish(args, slot) leaves the warp's
+// sums. A tile has its warp's memory for itself until it leaves its sums at the beginning of it.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kWarps * 32, 1)
-    decode_attention_kernel(const __grid_constant__ DecodeArgs args) {
+__device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     extern __shared__ __align__(kStageAlignment) char shared[];
     const MergeArea area(args, shared);
     const int warp = threadIdx.x / 32;
 
+    Tile tile(args, area.own_memory(args), area.barriers + warp * kMaxStages);
     const Piece piece = find_piece(args);
-    zero_empty_rows(args);
-    if (piece.begin == piece.end) return;
     if (threadIdx.x % 32 < 2) area.segments[2 * warp + threadIdx.x % 32].tiles = 0;
     __syncwarp();
-
-    if (piece.warp_begin < piece.warp_end) {
+    if (piece.warp_begin == piece.warp_end) {
+        wait_for_kernel_before();
+        let_next_kernel_start();
+    } else {
         Cursor cursor(args, piece);
-        Tile tile(args, area.slot(args, 2 * warp + 1), area.barriers + warp * kMaxStages);
         tile.start(args, cursor);
+        wait_for_kernel_before();
+        let_next_kernel_start();
         int unit = piece.warp_begin;
-        for (Segment segment = piece.first;; advance(args, segment)) {
+        Segment segment = piece.first, next = segment;
+        tile.load_queries(args, segment);
+        for (;; segment = next) {
             const int end = segment.end() < piece.warp_end ? segment.end() : piece.warp_end;
-            tile.begin(args, segment);
+            const bool is_last = end == piece.warp_end;
+            tile.begin(args);
+            if (!is_last) {
+                advance(args, next);
+                tile.load_queries(args, next);
+            }
             for (; unit < end; ++unit) {
                 const int valid = segment.context - (unit - segment.start) * kTileTokens;
                 tile.step(args, valid, cursor);
@@ -90,13 +102,27 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 1)
             if (starts_here && segment.end() <= piece.warp_end) {
                 tile.output(args, segment);
             } else {
-                tile.finish(args, area.slot(args, 2 * warp + starts_here));
-                if (threadIdx.x % 32 == 0) area.segments[2 * warp + starts_here] = segment;
+                float* sums = is_last ? area.own_memory(args) : area.in_workspace(args);
+                tile.finish(args, sums);
+                if (threadIdx.x % 32 == 0) {
+                    area.segments[2 * warp + starts_here] = segment;
+                    area.sums[2 * warp + starts_here] = sums;
+                }
             }
-            if (end == piece.warp_end) break;
+            if (is_last) break;
         }
     }
-    merge_piece(args, piece, area);
+    if (piece.has_empty_rows) zero_empty_rows(args);
+    if (piece.begin < piece.end) merge_piece(args, piece, area);
+}
+
+// Not compiled for GPUs on which it is never launched.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kWarps * 32, 1)
+    decode_attention_kernel(const __grid_constant__ DecodeArgs args) {
+#ifdef __CUDA_ARCH__
+    if constexpr (__CUDA_ARCH__ >= 10 * Tile::kCapability) decode_attention_of_block<Tile>(args);
+#endif
 }
 
 struct DeviceLimits {
@@ -142,8 +168,13 @@ void launch_decode_attention(DecodeArgs args, int64_t num_ctas, cudaStream_t str
     const auto kernel = decode_attention_kernel<Tile>;
     check("decode_attention",
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<static_cast<unsigned>(num_ctas), best_warps * 32, bytes, stream>>>(args);
-    check_launch("decode_attention");
+    if constexpr (Tile::kCapability >= 90) {
+        launch_dependent("decode_attention", kernel, num_ctas, best_warps * 32, bytes, stream,
+                         args);
+    } else {
+        kernel<<<static_cast<unsigned>(num_ctas), best_warps * 32, bytes, stream>>>(args);
+        check_launch("decode_attention");
+    }
 }
 
 }  // namespace swiftapex

@@ -20,30 +20,34 @@ constexpr int kMaxStages = 4;
 constexpr int kStageAlignment = 1024;  // what the tensor memory accelerator's swizzle wants
 
 // What the warps of a block leave for its end. Slot 2w is for the segment that warp w has from the
-// warp before it, and in the workspace, as it is written while tiles still arrive in shared memory;
-// slot 2w + 1 is for the segment that warp w starts and the next one goes on with.
+// warp before it, slot 2w + 1 for the one that it starts and the next warp goes on with. The sums
+// of a warp's last segment lie in shared memory, where its tiles were; those of an earlier one go
+// to the workspace, as tiles still arrive.
 struct MergeArea {
     uint64_t* barriers;  // [warps][kMaxStages]
     Segment* segments;   // [2 * warps]; tiles 0: the slot is empty
+    float** sums;        // [2 * warps], where they are
     int* is_last;        // [2]
-    char* of_warps;      // args.warp_bytes each; the odd slots lie at their beginnings
-    float* from_before;  // the even slots
+    char* of_warps;      // args.warp_bytes each
 
     static constexpr int kFixed =
-        kMaxWarps * (kMaxStages * sizeof(uint64_t) + 2 * sizeof(Segment)) + 16;
+        kMaxWarps * (kMaxStages * sizeof(uint64_t) + 2 * sizeof(Segment) + 2 * sizeof(float*)) + 16;
     static constexpr int kBeforeWarps =
         (kFixed + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
 
     __device__ MergeArea(const DecodeArgs& args, char* memory)
         : barriers(reinterpret_cast<uint64_t*>(memory)),
           segments(reinterpret_cast<Segment*>(barriers + kMaxWarps * kMaxStages)),
-          is_last(reinterpret_cast<int*>(segments + 2 * kMaxWarps)),
-          of_warps(memory + kBeforeWarps),
-          from_before(args.warp_partials +
-                      int64_t{blockIdx.x} * kMaxWarps * slot_floats(args.heads, args.head_dim)) {}
-    __device__ float* slot(const DecodeArgs& args, int i) const {
-        return i % 2 == 0 ? from_before + i / 2 * slot_floats(args.heads, args.head_dim)
-                          : reinterpret_cast<float*>(of_warps + i / 2 * args.warp_bytes);
+          sums(reinterpret_cast<float**>(segments + 2 * kMaxWarps)),
+          is_last(reinterpret_cast<int*>(sums + 2 * kMaxWarps)),
+          of_warps(memory + kBeforeWarps) {}
+
+    __device__ float* own_memory(const DecodeArgs& args) const {
+        return reinterpret_cast<float*>(of_warps + threadIdx.x / 32 * args.warp_bytes);
+    }
+    __device__ float* in_workspace(const DecodeArgs& args) const {
+        const int64_t warp = int64_t{blockIdx.x} * kMaxWarps + threadIdx.x / 32;
+        return args.warp_partials + warp * slot_floats(args.heads, args.head_dim);
     }
 };
 
@@ -95,10 +99,10 @@ __device__ inline void store_whole(const DecodeArgs& args, const Segment& segmen
     }
 }
 
-// Slots `begin` to `end` of the area, one segment's, to the output, or, if other blocks have parts
-// of it too, to the workspace. `turn` shifts the work to other threads, for the next segment.
+// The slots (a mask) from `begin` on, all of one segment, to the output, or, if other blocks have
+// parts of it too, to the workspace. `turn` shifts the work to other threads, for the next segment.
 __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
-                                   const MergeArea& area, int begin, int end, int turn) {
+                                   const MergeArea& area, unsigned slots, int begin, int turn) {
     const Segment segment = area.segments[begin];
     const Heads heads = heads_of(args, segment);
     const int quads = args.head_dim / 4, slot = slot_floats(args.heads, args.head_dim);
@@ -112,17 +116,34 @@ __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
     for (int item = (threadIdx.x + threads - shift) % threads; item < items; item += threads) {
         const int head = item / quads;
         float maximum = -INFINITY, weight = 0.0f;
-        for (int i = begin; i < end; ++i) {
-            if (area.segments[i].tiles == 0) continue;
-            maximum = fmaxf(maximum, area.slot(args, i)[scalars + head]);
-        }
         float4 sum{};
-        for (int i = begin; i < end; ++i) {
-            if (area.segments[i].tiles == 0) continue;
-            const float* of_warp = area.slot(args, i);
-            const float share = exp2_fast(of_warp[scalars + head] - maximum);
-            weight += share * of_warp[scalars + args.heads + head];
-            add_scaled(sum, reinterpret_cast<const float4*>(of_warp)[item], share);
+        for (unsigned rest = slots; rest != 0;) {
+            // Some at once, as those in the workspace take a while to arrive.
+            constexpr int kAtOnce = 4;
+            float maxima[kAtOnce], weights[kAtOnce];
+            float4 sums[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                maxima[i] = -INFINITY;
+                if (rest == 0) continue;
+                const float* of_warp = area.sums[__ffs(rest) - 1];
+                rest &= rest - 1;
+                maxima[i] = of_warp[scalars + head];
+                weights[i] = of_warp[scalars + args.heads + head];
+                sums[i] = reinterpret_cast<const float4*>(of_warp)[item];
+            }
+            float higher = maximum;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) higher = fmaxf(higher, maxima[i]);
+            const float old_share = exp2_fast(maximum - higher);
+            maximum = higher, weight *= old_share, sum = scaled(sum, old_share);
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (maxima[i] == -INFINITY) continue;
+                const float share = exp2_fast(maxima[i] - maximum);
+                weight += share * weights[i];
+                add_scaled(sum, sums[i], share);
+            }
         }
         if (is_whole) {
             store_out(args, out + item * 4, scaled(sum, 1.0f / weight));
@@ -134,6 +155,17 @@ __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
             __stcg(partial + scalars + args.heads + head, weight);
         }
     }
+}
+
+// Adds to a counter in device memory, after all that came before and before all that comes after,
+// for the whole device; the value before.
+__device__ inline int add_in_order(int32_t* counter, int x) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(x)
+                 : "memory");
+    return before;
 }
 
 // The partial results that the blocks first to last left for a segment, in this order, twelve at
@@ -157,7 +189,8 @@ __device__ inline void merge_blocks(const DecodeArgs& args, const Segment& segme
             float4 sums[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const float* partial = slot_of(base + i <= last ? base + i : last);
+                if (base + i > last) break;
+                const float* partial = slot_of(base + i);
                 maxima[i] = __ldcg(partial + scalars + head);
                 weights[i] = __ldcg(partial + scalars + args.heads + head);
                 sums[i] = __ldcg(reinterpret_cast<const float4*>(partial) + item);
@@ -191,7 +224,8 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
     for (int turn = 0; begins != 0; ++turn) {
         const int begin = __ffs(begins) - 1;
         begins &= begins - 1;
-        merge_slots(args, piece, area, begin, begins != 0 ? __ffs(begins) - 1 : slots, turn);
+        const unsigned after = begins != 0 ? 0u - (begins & (0u - begins)) : 0u;
+        merge_slots(args, piece, area, all & ~after & (0u - (1u << begin)), begin, turn);
         if (area.segments[begin].start < piece.begin) {
             from_before = begin;
         } else if (area.segments[begin].end() > piece.end) {
@@ -200,25 +234,23 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
     }
     if (from_before < 0 && to_next < 0) return;
 
-    __threadfence();
-    __syncthreads();
+    // A block starts at most one shared segment, so its counter serves that one.
+    const int shared = threadIdx.x == 0 ? from_before : to_next;
+    int first = 0, others = 0;  // the blocks that have parts of it, how many but this one
+    if (threadIdx.x < 2 && shared >= 0) {
+        const Segment& segment = area.segments[shared];
+        first = piece.cut.owner(segment.start);
+        others = piece.cut.owner(segment.end() - 1) - first;
+    }
+    __syncthreads();  // the block's stores come before what these two threads do now
     if (threadIdx.x < 2) {
-        const int slot = threadIdx.x == 0 ? from_before : to_next;
-        area.is_last[threadIdx.x] = 0;
-        if (slot >= 0) {
-            // A block starts at most one shared segment, so its counter serves that one.
-            const Segment& segment = area.segments[slot];
-            const int first = piece.cut.owner(segment.start),
-                      last = piece.cut.owner(segment.end() - 1);
-            const bool is_last = atomicAdd(args.counters + first, 1) == last - first;
-            if (is_last) args.counters[first] = 0;
-            area.is_last[threadIdx.x] = is_last;
-        }
+        const bool is_last = shared >= 0 && add_in_order(args.counters + first, 1) == others;
+        if (is_last) args.counters[first] = 0;
+        area.is_last[threadIdx.x] = is_last;
     }
     __syncthreads();
     for (int i = 0; i < 2; ++i) {
         if (!area.is_last[i]) continue;
-        __threadfence();
         const Segment segment = area.segments[i == 0 ? from_before : to_next];
         merge_blocks(args, segment, piece.cut.owner(segment.start),
                      piece.cut.owner(segment.end() - 1));

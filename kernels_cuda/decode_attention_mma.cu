@@ -40,7 +40,9 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     const T* tile;        // K of the tile to be read
     int64_t plane;        // from K to V
     int last_row;         // of that tile
+    Segment next;         // that begin() goes over to: the registers have no room for its queries
 
+    static constexpr int kCapability = 80;
     static constexpr int kMinStages = 1;
     static int warp_bytes(const DecodeArgs& args, int) {
         return slot_floats(args.heads, kHeadDim) * 4;
@@ -91,9 +93,11 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
         find_tile(args, cursor);
     }
 
-    __device__ void begin(const DecodeArgs& args, const Segment& segment) {
-        const Heads heads = heads_of(args, segment);
-        const T* q = static_cast<const T*>(args.q) + segment.row * args.q_stride +
+    __device__ void load_queries(const DecodeArgs&, const Segment& segment) { next = segment; }
+
+    __device__ void begin(const DecodeArgs& args) {
+        const Heads heads = heads_of(args, next);
+        const T* q = static_cast<const T*>(args.q) + next.row * args.q_stride +
                      int64_t{heads.first} * kHeadDim + t() * 8;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {

@@ -22,6 +22,17 @@ __device__ inline int tiles_of(int context) {
     return context > 0 ? (context + kTileTokens - 1) / kTileTokens : 0;
 }
 
+__device__ inline int sum_of_lanes(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(kAllLanes, x);
+#else
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(kAllLanes, x, distance);
+    }
+    return x;
+#endif
+}
+
 // The segment after `segment`, which must not be the last.
 __device__ inline void advance(const DecodeArgs& args, Segment& segment) {
     segment.start += segment.tiles;
@@ -50,6 +61,7 @@ struct Piece {
     int begin, end;            // this block's units
     int warp_begin, warp_end;  // this warp's
     Segment first;             // the segment of warp_begin, if the warp has a unit
+    bool has_empty_rows;       // any row without tokens
 };
 
 // The segment that has the unit. All lanes look for it and get the same.
@@ -84,21 +96,43 @@ __device__ inline Segment find_segment(const DecodeArgs& args, int unit) {
     }
 }
 
+// Blocks that get a piece. Not more than can have a unit for each warp, so that little work is not
+// cut to shreds. Where segments are short on the average, such that equal ones end where pieces do:
+// sharing a segment costs more than the multiprocessors that this leaves idle.
+__device__ inline int blocks_of(int total, int segments, int grid, int warps) {
+    const int most = total / warps > 1 ? total / warps : 1;
+    const int ctas = grid < most ? grid : most;
+    if (total / (3 * warps) >= segments) return ctas;
+    const int of_a_block = (segments + grid - 1) / grid;
+    const int whole = (segments + of_a_block - 1) / of_a_block;
+    const bool few_idle = segments <= grid || whole * 10 >= grid * 9;
+    return few_idle && whole < ctas ? whole : ctas;
+}
+
 // Every warp computes it by itself.
 __device__ inline Piece find_piece(const DecodeArgs& args) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    int tiles = 0;
-    for (int row = lane; row < args.n; row += 32) tiles += tiles_of(args.context_lens[row]);
+    constexpr int kAtOnce = 4;  // loads of a lane
+    int tiles = 0, rows = 0;    // rows: with tokens
+    for (int base = lane; base < args.n; base += 32 * kAtOnce) {
+        int contexts[kAtOnce];
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        tiles += __shfl_xor_sync(kAllLanes, tiles, distance);
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int row = base + 32 * i;
+            contexts[i] = row < args.n ? args.context_lens[row] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            rows += contexts[i] > 0;
+            tiles += tiles_of(contexts[i]);
+        }
     }
+    tiles = sum_of_lanes(tiles), rows = sum_of_lanes(rows);
     Piece piece{};
+    piece.has_empty_rows = rows < args.n;
     const int total = tiles * args.kv_heads * args.splits;
-    // No more blocks than can have a unit for each warp, so that little work is not cut to shreds.
-    const int most = total / warps > 1 ? total / warps : 1;
     const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    const int ctas = grid < most ? grid : most;
+    const int ctas = blocks_of(total, rows * args.kv_heads * args.splits, grid, warps);
     if (total == 0 || cta >= ctas) return piece;
     piece.cut = Cut(total, ctas);
     piece.begin = piece.cut.begin(cta);

@@ -3,58 +3,10 @@
 // more than its load instructions could. The products are those of decode_attention_mma.cu.
 #include "kernels_cuda/decode_attention_columns.cuh"
 #include "kernels_cuda/driver.h"
+#include "kernels_cuda/tensor_memory.cuh"
 
 namespace swiftapex {
 namespace {
-
-__device__ inline unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ inline void init_barrier(unsigned barrier) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-#endif
-}
-
-// The accelerator is to see what was written by ordinary stores.
-__device__ inline void fence_accelerator() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
-__device__ inline void expect_bytes(unsigned barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-#endif
-}
-
-__device__ inline void wait_barrier(unsigned barrier, unsigned parity) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "retry:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra retry;\n"
-        "}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-#endif
-}
-
-__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int part, int row,
-                                unsigned barrier) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4, %2}], [%5];" ::"r"(shared),
-        "l"(&map), "r"(0), "r"(part), "r"(row), "r"(barrier)
-        : "memory");
-#endif
-}
 
 // A stage: for each 64 dims, 16 rows of K, then 16 of V, of 128 bytes each, whose 16-byte chunks
 // the accelerator permutes: chunk c of row r lies at c ^ (r % 8), so that the rows of an 8x8 matrix
@@ -71,7 +23,12 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
                                   : kHeadDim * kColumns <= 256 ? 10
                                                                : 8;
 
-    unsigned queries[kSteps][kColumns][2];
+    // Whether the registers have room for the next segment's queries.
+    static constexpr bool kAhead = kHeadDim * kColumns <= 128;
+
+    unsigned queries[kSteps][kColumns][2], next_queries[kAhead ? kSteps : 1][kColumns][2];
+    const T* next_q;  // of the next segment
+    int next_heads;
     unsigned stages, barriers;  // of this warp, in shared memory
     int stage;                  // whose tile comes next
     unsigned parity;            // of that stage's barrier
@@ -79,6 +36,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     unsigned k_row, v_row;      // the rows whose address this lane gives, in bytes
     unsigned k_chunk, v_chunk;  // and the chunk of the first step, permuted
 
+    static constexpr int kCapability = 90;
     static constexpr int kMinStages = 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         const int slot = slot_floats(args.heads, kHeadDim) * 4, all = stages * kStageBytes;
@@ -99,6 +57,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         v_row = (kTileTokens + v_token) * 128;
         v_chunk = (lane / 8 % 2 ^ v_token % 8) * 16;
         if (lane == 0) {
+            prefetch_map(args.kv_map);
             for (int i = 0; i < args.stages; ++i) init_barrier(barriers + i * 8);
             fence_accelerator();
         }
@@ -128,22 +87,43 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
 
     __device__ void start(const DecodeArgs& args, Cursor& cursor) {
         for (int i = 0; i < args.stages; ++i) {
+            // A row's newest token may be what the kernel before this one writes.
+            if (cursor.valid() && cursor.tile() == cursor.segment.tiles - 1) {
+                wait_for_kernel_before();
+            }
             find_next(args, cursor);
             copy_next(args, i);
         }
     }
 
-    __device__ void begin(const DecodeArgs& args, const Segment& segment) {
+    // Used by the next begin().
+    __device__ void load_queries(const DecodeArgs& args, const Segment& segment) {
         const Heads heads = heads_of(args, segment);
-        const T* q = static_cast<const T*>(args.q) + segment.row * args.q_stride +
-                     int64_t{heads.first} * kHeadDim + 2 * t();
+        next_heads = heads.count;
+        next_q = static_cast<const T*>(args.q) + segment.row * args.q_stride +
+                 int64_t{heads.first} * kHeadDim + 2 * t();
+        if constexpr (kAhead) read_queries(next_queries);
+    }
+
+    __device__ void read_queries(unsigned (&into)[kSteps][kColumns][2]) const {
 #pragma unroll
         for (int i = 0; i < kSteps * kColumns * 2; ++i) {
             const int step = i / kColumns / 2, c = i / 2 % kColumns, half = i % 2;
             const int head = 8 * c + g();
-            const T* pair = q + head * kHeadDim + step * 16 + half * 8;
-            queries[step][c][half] =
-                head < heads.count ? *reinterpret_cast<const unsigned*>(pair) : 0u;
+            const T* pair = next_q + head * kHeadDim + step * 16 + half * 8;
+            into[step][c][half] = head < next_heads ? *reinterpret_cast<const unsigned*>(pair) : 0u;
+        }
+    }
+
+    __device__ void begin(const DecodeArgs&) {
+        if constexpr (kAhead) {
+#pragma unroll
+            for (int i = 0; i < kSteps * kColumns * 2; ++i) {
+                queries[i / kColumns / 2][i / 2 % kColumns][i % 2] =
+                    next_queries[i / kColumns / 2][i / 2 % kColumns][i % 2];
+            }
+        } else {
+            read_queries(queries);
         }
         this->clear();
     }
@@ -197,19 +177,25 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         }
     }
 
+    // Two heads of 8 dims are transposed to two dims of 8 heads, so that lanes store words.
     __device__ void output(const DecodeArgs& args, const Segment& segment) const {
         const Heads heads = heads_of(args, segment);
         T* out = static_cast<T*>(args.out) + segment.row * args.out_stride +
-                 int64_t{heads.first} * kHeadDim + g();
-        this->for_each_head(heads.count, [&](int head, float weight, int c, int column) {
-            const float factor = 1.0f / weight;
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-                T* at = out + head * kHeadDim + i * 16;
-                at[0] = from_float<T>(sums[i][c][column] * factor);
-                at[8] = from_float<T>(sums[i][c][column + 2] * factor);
-            }
+                 int64_t{heads.first} * kHeadDim + 2 * t();
+        float factors[kColumns][2];
+        this->for_each_head(8 * kColumns, [&](int, float weight, int c, int column) {
+            factors[c][column] = __fdividef(1.0f, weight);
         });
+#pragma unroll
+        for (int i = 0; i < kSteps * kColumns * 2; ++i) {
+            const int step = i / kColumns / 2, c = i / 2 % kColumns, half = i % 2;
+            const Pack<T, 2> pair{{from_float<T>(sums[step][c][2 * half] * factors[c][0]),
+                                   from_float<T>(sums[step][c][2 * half + 1] * factors[c][1])}};
+            const unsigned word = transpose(reinterpret_cast<const unsigned&>(pair));
+            const int head = 8 * c + g();
+            if (head >= heads.count) continue;
+            *reinterpret_cast<unsigned*>(out + head * kHeadDim + step * 16 + half * 8) = word;
+        }
     }
 
     __device__ void finish(const DecodeArgs& args, float* slot) const {
@@ -270,8 +256,8 @@ bool launch_head_dim(const DecodeArgs& args, int64_t num_ctas, cudaStream_t stre
 }  // namespace
 
 bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
-    const bool fits = args.block_size % kTileTokens == 0 && aligned(4, args.q) &&
-                      aligned(2, args.q_stride) && args.head_dim % 64 == 0 &&
+    const bool fits = args.block_size % kTileTokens == 0 && aligned(4, args.q, args.out) &&
+                      aligned(2, args.q_stride, args.out_stride) && args.head_dim % 64 == 0 &&
                       device_limits().capability >= 90;
     if (!fits) return false;
     args.kv_map = map_of(args);

@@ -1,3 +1,4 @@
+#include "kernels_cuda/dependent_launch.cuh"
 #include "kernels_cuda/dtype.cuh"
 #include "kernels_cuda/launch.h"
 #include "kernels_cuda/rope_append.h"
@@ -31,6 +32,7 @@ __device__ void store_as(KV* address, const Pack<T, kWidth>& values) {
 // Grid: x over the pairs of a row, y over the rows (in steps of gridDim.y).
 template <class T, class KV, int kWidth>
 __global__ void rope_append_kernel(RopeArgs<T, KV> args) {
+    let_next_kernel_start();  // decode_attention
     const int half = args.head_dim / 2, packs = half / kWidth;
     const int item = blockIdx.x * kThreads + threadIdx.x;
     const int head = item / packs, i = item % packs * kWidth;

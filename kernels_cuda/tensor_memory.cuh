@@ -1,0 +1,65 @@
+// Barriers in shared memory and the tensor memory accelerator of compute capability 9.0, as
+// decode_attention_tma uses them (PTX ISA, "mbarrier" and "cp.async.bulk.tensor").
+#pragma once
+
+#include <cuda.h>
+
+namespace swiftapex {
+
+__device__ inline unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void init_barrier(unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+#endif
+}
+
+// The accelerator is to see what was written by ordinary stores.
+__device__ inline void fence_accelerator() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+__device__ inline void expect_bytes(unsigned barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+#endif
+}
+
+__device__ inline void wait_barrier(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "retry:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra retry;\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+#endif
+}
+
+// The map's first use then waits less.
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+
+__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int part, int row,
+                                unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %2}], [%5];" ::"r"(shared),
+        "l"(&map), "r"(0), "r"(part), "r"(row), "r"(barrier)
+        : "memory");
+#endif
+}
+
+}  // namespace swiftapex
