@@ -2,12 +2,15 @@
 
 Both run on the same multiprocessors (a green context limits them) and in turns over the same pool
 of KV, which is larger than the L2 cache: every call reads other blocks, in random order. Prints one
-JSON object.
+JSON object: `attention_us` of calls one behind the other, where each begins while the one before it
+ends, and `layer_us`, what a call adds to rotate-and-append in a graph of 16 layers; `share` and
+`layer_share` are the read's time over these.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -23,7 +26,6 @@ from swiftapex import _kernels_cuda as kernels
 
 cuda: Any = torch.cuda  # parts of it have no types
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-STREAM = 0  # the default stream belongs to the green context that is set
 
 
 @dataclass(frozen=True)
@@ -58,73 +60,100 @@ CONTEXTS = {
 
 POOL_BYTES = 4 << 30
 CALLS_PER_SAMPLE = 8
+LAYERS = 16
 
 
-def time_of(calls: Callable[[int], None], samples: int) -> float:
-    """Seconds of a call, the median; the index tells which part of the pool it reads."""
+def time_of(stream: Any, work: Callable[[int], None], calls: int, samples: int) -> float:
+    """Seconds of a call, of which `work` launches `calls`: the median. Its argument is the number
+    of the first one, which tells what part of the pool it reads."""
     times = []
     for sample in range(samples + 1):
         first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        cuda._sleep(200_000)  # the launches queue up behind it
-        first.record()
-        for i in range(CALLS_PER_SAMPLE):
-            calls(sample * CALLS_PER_SAMPLE + i)
-        last.record()
+        cuda._sleep(400_000)  # the launches queue up behind it
+        first.record(stream)
+        work(sample * calls)
+        last.record(stream)
         last.synchronize()
-        times.append(first.elapsed_time(last) / 1e3 / CALLS_PER_SAMPLE)
+        times.append(first.elapsed_time(last) / 1e3 / calls)
     return float(statistics.median(times[1:]))
 
 
-def measure(setting: Setting, pool: Tensor, sms: int, ctas_per_sm: int, samples: int) -> Any:
-    n, block_size = len(setting.contexts), setting.block_size
-    blocks_of = [-(-context // block_size) for context in setting.contexts]
-    total = sum(blocks_of)
-    num_sets = max(2, POOL_BYTES // setting.block_bytes // total)
-    order = torch.randperm(POOL_BYTES // setting.block_bytes, dtype=torch.int32)
-    table = torch.zeros(num_sets, n, max(blocks_of), dtype=torch.int32)
-    for index in range(num_sets):
+def block_tables(setting: Setting) -> Tensor:
+    """[sets, rows, blocks] int32: as many sets of other blocks as the pool has, two at least."""
+    blocks_of = [-(-context // setting.block_size) for context in setting.contexts]
+    total, in_pool = sum(blocks_of), POOL_BYTES // setting.block_bytes
+    order = torch.randperm(in_pool, dtype=torch.int32)
+    table = torch.zeros(max(2, in_pool // total), len(blocks_of), max(blocks_of), dtype=torch.int32)
+    for index in range(len(table)):
         first = index * total
         for row, blocks in enumerate(blocks_of):
             table[index, row, :blocks] = order[first : first + blocks]
             first += blocks
-    table = table.cuda()
+    return table.cuda()
+
+
+def measure(setting: Setting, pool: Tensor, stream: Any, ctas: int, samples: int) -> Any:
+    n, q_heads, kv_heads, dim = (
+        len(setting.contexts), setting.q_heads, setting.kv_heads, setting.head_dim
+    )  # fmt: skip
+    table = block_tables(setting)
+    tables = [part.data_ptr() for part in table]
     lens = torch.tensor(setting.contexts, dtype=torch.int32, device="cuda")
-    width = setting.q_heads * setting.head_dim
-    q = torch.randn(n, width, device="cuda").to(setting.dtype)
-    out = torch.empty_like(q)
-    shape = (setting.q_heads, setting.kv_heads, setting.head_dim)
-    num_ctas = sms * ctas_per_sm
-    size = kernels.decode_attention_workspace(n, *shape, num_ctas)
+    width = (q_heads + 2 * kv_heads) * dim
+    qkv = torch.randn(n, width, device="cuda").to(setting.dtype)
+    out = torch.empty(n, q_heads * dim, dtype=setting.dtype, device="cuda")
+    slots = torch.full((n,), -1, dtype=torch.int64, device="cuda")
+    rotation = torch.zeros(n, dim, device="cuda")
+    size = kernels.decode_attention_workspace(n, q_heads, kv_heads, dim, ctas)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    number = NUMBERS[setting.dtype]
+    sums = torch.empty(ctas * 8, device="cuda")
+    number, handle = NUMBERS[setting.dtype], stream.cuda_stream
+    bytes_read = setting.kv_bytes // 16 * 16
 
     def attend(index: int) -> None:
         kernels.decode_attention(
-            number, number, q.data_ptr(), pool.data_ptr(), tables[index % num_sets],
-            lens.data_ptr(), out.data_ptr(), workspace.data_ptr(), n, *shape, block_size,
-            table.stride(1), width, width, setting.head_dim**-0.5, num_ctas, STREAM,
+            number, number, qkv.data_ptr(), pool.data_ptr(), tables[index % len(tables)],
+            lens.data_ptr(), out.data_ptr(), workspace.data_ptr(), n, q_heads, kv_heads, dim,
+            setting.block_size, table.stride(1), width, q_heads * dim, dim**-0.5, ctas, handle,
         )  # fmt: skip
 
-    bytes_read = setting.kv_bytes // 16 * 16
-    sums = torch.empty(sms * 8, device="cuda")
-    tables = [table[index].data_ptr() for index in range(num_sets)]
+    def rotate(_: int) -> None:
+        kernels.rope_append(
+            number, number, qkv.data_ptr(), rotation.data_ptr(), slots.data_ptr(), pool.data_ptr(),
+            n, q_heads, kv_heads, dim, width, setting.block_size, handle,
+        )  # fmt: skip
 
-    def read(ctas: int) -> Callable[[int], None]:
-        def call(index: int) -> None:
-            data = pool.data_ptr() + index % num_sets * bytes_read
-            kernels.read_stream(data, bytes_read, sums.data_ptr(), ctas, STREAM)
+    def read(ctas: int, index: int) -> None:
+        data = pool.data_ptr() + index % len(tables) * bytes_read
+        kernels.read_stream(data, bytes_read, sums.data_ptr(), ctas, handle)
 
-        return call
+    def repeated(call: Callable[[int], None]) -> float:
+        def work(first: int) -> None:
+            for i in range(CALLS_PER_SAMPLE):
+                call(first + i)
 
-    attention = time_of(attend, samples)
+        return time_of(stream, work, CALLS_PER_SAMPLE, samples)
+
+    def replayed(*calls: Callable[[int], None]) -> float:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for layer in range(LAYERS):
+                for call in calls:
+                    call(layer)
+        return time_of(stream, lambda _: graph.replay(), LAYERS, samples)
+
+    attention = repeated(attend)
+    in_layer = replayed(rotate, attend) - replayed(rotate)
     # The yardstick is its best grid.
-    reading = min(time_of(read(sms * per_sm), samples) for per_sm in (1, 2, 4, 8))
+    reading = min(repeated(functools.partial(read, ctas * more)) for more in (1, 2, 4, 8))
     return {
         "attention_us": round(attention * 1e6, 2),
+        "layer_us": round(in_layer * 1e6, 2),
         "read_us": round(reading * 1e6, 2),
-        "attention_gb_per_s": round(setting.kv_bytes / attention / 1e9, 1),
         "read_gb_per_s": round(bytes_read / reading / 1e9, 1),
         "share": round(reading / attention, 3),
+        "layer_share": round(reading / in_layer, 3),
     }
 
 
@@ -139,19 +168,19 @@ def main() -> None:
     arguments = parser.parse_args()
     pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     all_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    torch.cuda.synchronize()
     results = []
     for sms in arguments.sms:
-        if sms < all_sms:
-            context = cuda.green_contexts.GreenContext.create(num_sms=sms, device_id=0)
-            context.set_context()
+        green = kernels.GreenContext(0, sms) if sms < all_sms else None
+        stream = cuda.Stream() if green is None else cuda.ExternalStream(green.stream)
         for shape, name in itertools.product(arguments.shapes, arguments.contexts):
             setting = Setting(*SHAPES[shape], CONTEXTS[name], arguments.head_dim)
-            result = measure(setting, pool, sms, arguments.ctas_per_sm, arguments.samples)
+            with cuda.stream(stream):
+                ctas = sms * arguments.ctas_per_sm
+                result = measure(setting, pool, stream, ctas, arguments.samples)
             line = {"sms": sms, "shape": shape, "contexts": name, **result}
             print(*line.values(), sep="\t", file=sys.stderr)
             results.append(line)
-        if sms < all_sms:
-            context.pop_context()
     fixed = {
         "device": torch.cuda.get_device_name(0),
         "ctas_per_sm": arguments.ctas_per_sm,

@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.request import FinishReason
+from swiftapex.figures.draw import draw
 from swiftapex.figures.notes import notes
 from swiftapex.figures.points import Point, compare, curve
 from swiftapex.figures.reproduce import reproduce
@@ -89,6 +90,27 @@ def test_what_is_held_against_the_paper(path: Path) -> None:
     assert rows[1] == ("gain", "+10 .. +20 %", "-10 .. +50 %", "abstract")
     assert rows[2] == ("one place", "7 ms", "3 ms", "table")
     assert rows[3][2] == "not measured"
+
+
+def test_what_is_off_a_steady_state_is_marked(path: Path) -> None:
+    balances = {("a", 2): 1.0, ("a", 4): 1.2, ("b", 2): 0.95, ("b", 4): None}
+    found = [
+        Point(p.series, p.x, {**p.values, "steady_balance": balances[p.series, p.x]})
+        for p in points((100, 200), (150, 180))
+    ]
+    figure = load_figure(path)
+    assert measured_points(figure, found)[1:] == [("2", "100", "150"), ("4", "200*", "180")]
+    relative = load_figure(path, assignments=["y.per_series=a"])
+    assert measured_points(relative, found)[2] == ("4", "1*", "0.9*")
+    gain, one, *_ = compare(figure, found)
+    assert not gain.is_steady and one.is_steady
+    assert paper_against_measured([gain, one])[1][2].endswith("*")
+    for form in ("bars", "lines"):
+        picture = draw(load_figure(path, assignments=[f"form={form}"]), found, ["a note"])
+        (axes,) = picture.axes
+        pale = [bar for bar in axes.patches if bar.get_alpha() == 0.45]
+        hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
+        assert len(pale) + sum(len(line.get_xdata()) for line in hollow) == 1
 
 
 def test_curves_are_scaled_or_relative(path: Path) -> None:

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from swiftapex.figures.points import Point, curve, series_of
+from swiftapex.figures.points import Point, curve, series_of, unsteady
 from swiftapex.figures.spec import FigureConfig, X
 
 _SIZE = (7.0, 4.2)  # inches
@@ -28,10 +28,11 @@ def draw(figure: FigureConfig, points: Sequence[Point], notes: Sequence[str]) ->
         axes.set_title(f"{figure.figure}: {figure.title}", loc="left", wrap=True)
         curves = {series: curve(figure, points, series) for series in series_of(points)}
         xs = list(dict.fromkeys(x for mine in curves.values() for x in mine))
+        off = {series: unsteady(figure, points, series) for series in curves}
         if figure.form == "bars":
-            places = _bars(axes, figure, curves, xs)
+            places = _bars(axes, figure, curves, xs, off)
         else:
-            places = _lines(axes, figure, curves, xs)
+            places = _lines(axes, figure, curves, xs, off)
         _reported(axes, figure, curves, places)
         _finish(axes, figure)
         lines = [line for note in notes for line in textwrap.wrap(note, _NOTE_WIDTH)]
@@ -46,18 +47,34 @@ def save(picture: Figure, folder: Path) -> None:
 
 
 def _lines(
-    axes: Axes, figure: FigureConfig, curves: dict[str, dict[X, float]], xs: list[X]
+    axes: Axes,
+    figure: FigureConfig,
+    curves: dict[str, dict[X, float]],
+    xs: list[X],
+    off: dict[str, set[X]],
 ) -> dict[str, dict[X, float]]:
-    """Where each point lies on the x axis: at its number, or in order where x is a name."""
+    """Where each point lies on the x axis: at its number, or in order where x is a name. Points
+    that are `off` a steady state are hollow."""
     numeric = all(not isinstance(x, str) for x in xs)
     at = {x: float(x) if numeric else float(index) for index, x in enumerate(xs)}
     for index, (series, mine) in enumerate(curves.items()):
-        axes.plot(
+        marker = _MARKERS[index % len(_MARKERS)]
+        (line,) = axes.plot(
             [at[x] for x in mine],
             list(mine.values()),
-            marker=_MARKERS[index % len(_MARKERS)],
+            marker=marker,
             markersize=4,
             label=figure.label(series),
+        )
+        hollow = [x for x in mine if x in off[series]]
+        axes.plot(
+            [at[x] for x in hollow],
+            [mine[x] for x in hollow],
+            linestyle="none",
+            marker=marker,
+            markersize=4,
+            markerfacecolor="white",
+            markeredgecolor=line.get_color(),
         )
     if numeric and figure.x.log:
         axes.set_xscale("log", base=2)
@@ -68,9 +85,13 @@ def _lines(
 
 
 def _bars(
-    axes: Axes, figure: FigureConfig, curves: dict[str, dict[X, float]], xs: list[X]
+    axes: Axes,
+    figure: FigureConfig,
+    curves: dict[str, dict[X, float]],
+    xs: list[X],
+    off: dict[str, set[X]],
 ) -> dict[str, dict[X, float]]:
-    """A group of bars for each x."""
+    """A group of bars for each x; pale and with a star where they are `off` a steady state."""
     width = 0.8 / max(1, len(curves))
     places = {}
     for index, (series, mine) in enumerate(curves.items()):
@@ -78,7 +99,11 @@ def _bars(
         places[series] = {x: xs.index(x) + shift for x in xs}
         at = [places[series][x] for x in mine]
         bars = axes.bar(at, list(mine.values()), 0.92 * width, label=figure.label(series))
-        axes.bar_label(bars, [_short(bar.get_height()) for bar in bars], fontsize=6, padding=1)
+        stars = ["*" if x in off[series] else "" for x in mine]
+        for bar, star in zip(bars, stars, strict=True):
+            bar.set_alpha(0.45 if star else 1.0)
+        texts = [_short(bar.get_height()) + star for bar, star in zip(bars, stars, strict=True)]
+        axes.bar_label(bars, texts, fontsize=6, padding=1)
     axes.set_xticks(range(len(xs)), [str(x) for x in xs])
     return places
 

@@ -21,7 +21,11 @@ def notes(
     else:
         (first, *_) = plans
         run = "; ".join(
-            (_of_model(first.model), _of_engine(first.engine), _of_workload(first.workload))
+            (
+                _of_model(first.model),
+                _of_engine(first.engine),
+                _of_workloads([plan.workload for plan in plans]),
+            )
         )
         yield f"Settings: {run}."
         sm_count = first.engine.gpu.sm_count
@@ -56,15 +60,20 @@ def _of_engine(engine: EngineConfig) -> str:
     return ", ".join(parts)
 
 
-def _of_workload(workload: WorkloadConfig) -> str:
-    parts = [f"{workload.num_requests} requests"]
-    window = workload.window
-    if workload.warm_start:
+def _of_workloads(workloads: Sequence[WorkloadConfig]) -> str:
+    """Windows may differ in length."""
+    first, *_ = workloads
+    parts = [f"{first.num_requests} requests"]
+    windows = [w.window for w in workloads if w.window is not None]
+    seconds = sorted({w.measure_s for w in windows if w.measure_s is not None})
+    if any(w.warm_start for w in workloads):
         parts.append("some of them in progress at the beginning")
-    if window is not None and window.measure_s is not None:
-        parts.append(f"{window.measure_s:g} s measured after {window.warmup_s:g} s")
-    elif window is not None and window.middle is not None:
-        parts.append(f"the middle {window.middle:.0%} measured")
+    if seconds:
+        warmup_s = windows[0].warmup_s
+        length = " to ".join(f"{s:g}" for s in dict.fromkeys((seconds[0], seconds[-1])))
+        parts.append(f"{length} s measured after {warmup_s:g} s")
+    elif windows and windows[0].middle is not None:
+        parts.append(f"the middle {windows[0].middle:.0%} measured")
     return ", ".join(parts)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from swiftapex.figures.spec import FigureConfig, MeasuredConfig, ReportedConfig, X
 from swiftapex.report.metrics import field
 
+OFF_BALANCE = 0.1  # of a window's prompts against its outputs
+
 
 @dataclass(frozen=True)
 class Point:
@@ -18,13 +20,21 @@ class Point:
     x: X
     values: Mapping[str, Any]
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether its window took in prompts as fast as it gave outputs. Kernels have no window."""
+        balance = self.values.get("steady_balance")
+        return balance is None or abs(balance - 1) <= OFF_BALANCE
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """A reported value and the range of what was measured for it; None: nothing was."""
+    """A reported value and the range of what was measured for it; None: nothing was. `is_steady`:
+    whether all of that was."""
 
     reported: ReportedConfig
     measured: tuple[float, float] | None
+    is_steady: bool = True
 
 
 def curve(figure: FigureConfig, points: Sequence[Point], series: str) -> dict[X, float]:
@@ -37,10 +47,21 @@ def curve(figure: FigureConfig, points: Sequence[Point], series: str) -> dict[X,
     return {x: y.scale * number / base[x] for x, number in mine.items() if base.get(x)}
 
 
+def unsteady(figure: FigureConfig, points: Sequence[Point], series: str) -> set[X]:
+    """Where a series is drawn from a window that was no steady state, its own or that of the series
+    which it is divided by."""
+    drawn = {series, figure.y.per_series}
+    return {point.x for point in points if point.series in drawn and not point.is_steady}
+
+
 def compare(figure: FigureConfig, points: Sequence[Point]) -> list[Comparison]:
     """Every reported value with what was measured in its place."""
     return [
-        Comparison(reported, _measured(figure, points, reported.measured))
+        Comparison(
+            reported,
+            _measured(figure, points, reported.measured),
+            _is_steady(points, reported.measured),
+        )
         for reported in figure.reported
     ]
 
@@ -65,6 +86,13 @@ def _measured(
         base = _by_x(points, wanted.over, metric)
         found = [100 * (number / base[x] - 1) for x, number in mine.items() if base.get(x)]
     return (min(found), max(found)) if found else None
+
+
+def _is_steady(points: Sequence[Point], wanted: MeasuredConfig | None) -> bool:
+    if wanted is None:
+        return True
+    used = (p for p in points if p.series in (wanted.of, wanted.over))
+    return all(p.is_steady for p in used if wanted.at is None or p.x in wanted.at)
 
 
 def _by_x(points: Sequence[Point], series: str, metric: str) -> dict[X, float]:

@@ -16,7 +16,7 @@ import yaml
 from swiftapex.core.errors import SwiftapexError
 from swiftapex.figures.draw import draw, save
 from swiftapex.figures.notes import notes
-from swiftapex.figures.points import Point, compare
+from swiftapex.figures.points import OFF_BALANCE, Point, compare
 from swiftapex.figures.serving import PlannedPoint, ServingBench, plan_points
 from swiftapex.figures.spec import FigureConfig
 from swiftapex.figures.tables import measured_points, paper_against_measured
@@ -28,7 +28,6 @@ from swiftapex.report.plots import figure_svg
 from swiftapex.report.table import text_table
 
 TEXT = "figure.txt"  # what is printed, too
-_OFF_BALANCE = 0.1  # of a window's prompts against its outputs
 
 
 @dataclass
@@ -175,6 +174,7 @@ def _write(
                 "what": c.reported.what,
                 "reported": c.reported.value,
                 "measured": c.measured,
+                "is_steady": c.is_steady,
                 "unit": c.reported.unit,
                 "source": c.reported.source,
             }
@@ -208,18 +208,15 @@ def _what_is_missing(figure: FigureConfig, measured: Measured) -> Iterator[str]:
     if measured.left_out:
         count = len(measured.left_out)
         yield f"Points left out, as the budget of {figure.budget_s:g} s was used up: {count}."
-    off = [r for r in measured.results if _is_off_balance(r.summary()["steady_balance"])]
+    off = sum(not point.is_steady for point in measured.points)
     if off:
         yield (
-            f"Not in a steady state: {len(off)} of {len(measured.results)} windows, whose prompts "
-            f"taken in and outputs given differ by more than {_OFF_BALANCE:.0%} (steady_balance)."
+            f"Not in a steady state (pale or hollow, with a star): {off} of {len(measured.points)} "
+            f"points, in whose windows prompts taken in and outputs given differ by more than "
+            f"{OFF_BALANCE:.0%} (steady_balance)."
         )
     for folder, reason in measured.failures.items():
         yield f"Failed: {folder}: {reason}"
-
-
-def _is_off_balance(balance: float | None) -> bool:
-    return balance is not None and abs(balance - 1) > _OFF_BALANCE
 
 
 def _seconds(begin: float) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swiftapex.figures.points import Comparison, Point, curve, series_of
+from swiftapex.figures.points import Comparison, Point, curve, series_of, unsteady
 from swiftapex.figures.spec import FigureConfig
 
 Rows = list[tuple[str, ...]]
 
 
 def paper_against_measured(comparisons: Sequence[Comparison]) -> Rows:
-    """The first row is the header."""
+    """The first row is the header. A star: points that are off a steady state are in it."""
     rows: Rows = [("value", "reported", "measured here", "source")]
     for comparison in comparisons:
         reported = comparison.reported
@@ -20,17 +20,22 @@ def paper_against_measured(comparisons: Sequence[Comparison]) -> Rows:
         measured = "not measured"
         if comparison.measured is not None:
             measured = _range(*comparison.measured, reported.unit)
+            measured += "*" * (not comparison.is_steady)
         rows.append((reported.what, _range(low, high, reported.unit), measured, reported.source))
     return rows
 
 
 def measured_points(figure: FigureConfig, points: Sequence[Point]) -> Rows:
-    """A row per x, a column per series."""
+    """A row per x, a column per series; a star behind what is off a steady state."""
     curves = {series: curve(figure, points, series) for series in series_of(points)}
     xs = list(dict.fromkeys(x for mine in curves.values() for x in mine))
     rows: Rows = [(figure.x.label, *(figure.label(series) for series in curves))]
+    off = {series: unsteady(figure, points, series) for series in curves}
     for x in xs:
-        cells = [_number(mine[x]) if x in mine else "-" for mine in curves.values()]
+        cells = [
+            _number(mine[x]) + "*" * (x in off[series]) if x in mine else "-"
+            for series, mine in curves.items()
+        ]
         rows.append((str(x), *cells))
     return rows
 
