@@ -17,7 +17,7 @@ from swiftapex.config.schema import WorkloadConfig
 from swiftapex.core.errors import ConfigError
 from swiftapex.workloads.build import WorkItem, build_workload, check_workload
 from swiftapex.workloads.lengths import draw_length
-from swiftapex.workloads.replay import replay
+from swiftapex.workloads.replay import Sent, prepare, replay
 
 VOCAB = 1000
 
@@ -220,16 +220,27 @@ def test_a_warm_start_spreads_progress_and_changes_nothing_else() -> None:
     cold, warm = (
         build(synthetic(num_requests=400, output_len=50, warm_start=w)) for w in (False, True)
     )
-    assert [replace(item, progress=0) for item in warm] == cold
-    progress = [item.progress for item in warm]
+    assert [replace(item, progress=0.0) for item in warm] == cold
+    progress = [Sent(item, sampling=item.sampling).num_generated for item in warm]
     assert set(progress) == set(range(50)) and statistics.mean(progress) == pytest.approx(25, abs=3)
-    assert progress == [
-        i.progress for i in build(synthetic(num_requests=400, output_len=50, warm_start=True))
-    ]
+    assert warm == build(synthetic(num_requests=400, output_len=50, warm_start=True))
     some = build(synthetic(num_requests=9, output_len=50, warm_start=3))
     assert [i.progress for i in some[3:]] == [0] * 6 and any(i.progress for i in some[:3])
     with pytest.raises(ValidationError, match="warm_start needs"):
         synthetic(warm_start=True, ignore_eos=False)
+
+
+def test_progress_is_of_what_truncation_leaves() -> None:
+    workload = synthetic(
+        num_requests=60, input_len=20, output_len=300, over_length="truncate", warm_start=True
+    )
+    items = build(workload)
+    sent = [prepare(FakeEngine(max_model_len=90), item, workload) for item in items]
+    assert all(entry.truncated and entry.sampling.max_tokens == 89 for entry in sent)
+    assert [entry.num_generated for entry in sent] == [int(89 * item.progress) for item in items]
+    assert 60 < max(entry.num_generated for entry in sent) < 89
+    fits = prepare(FakeEngine(max_model_len=320), items[0], workload)
+    assert (fits.truncated, fits.num_generated) == (False, int(300 * items[0].progress))
 
 
 def test_replay_keeps_arrival_times_and_order() -> None:
