@@ -221,6 +221,22 @@ def test_run_files(tmp_path: Path) -> None:
     assert "block_size: 32" in (tmp_path / "run.yaml").read_text()
 
 
+def test_latencies_of_a_request_that_began_before_the_run(tmp_path: Path) -> None:
+    times = (1.0, 3.0, 4.0)  # 1.5 s a token; 20 came before
+    warm = RequestOutcome(0, None, 9, 0.0, "length", (7,) * 23, times, progress=20)
+    last = replace(warm, token_times_s=(1.0,), progress=22)
+    cold = replace(warm, output_ids=(7,) * 3, progress=0, truncated=True)
+    write_run(tmp_path, result(log=RunLog(START_S, (warm, last, cold), ())))
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").open()]
+    assert [(line["progress"], line["output_tokens"]) for line in lines] == [
+        (20, 23), (22, 23), (0, 3),
+    ]  # fmt: skip
+    assert [line["ttft_ms"] for line in lines] == [None, None, 1000.0]
+    assert [line["tpot_ms"] for line in lines] == [1500.0, None, 1500.0]
+    assert [line["e2e_ms"] for line in lines] == [None, None, 4000.0]
+    assert [line["truncated"] for line in lines] == [None, None, True]
+
+
 def test_summary_files(tmp_path: Path) -> None:
     runs = [result(), result("other", **{"engine.block_size": 16})]
     write_summary(tmp_path, "example", runs, {"third": "out of memory"})

@@ -93,7 +93,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _request_line(outcome: RequestOutcome) -> dict[str, Any]:
-    has_tokens = bool(outcome.token_times_s)
     times = [round(time_s, 6) for time_s in outcome.token_times_s]
     return {
         "index": outcome.index,
@@ -101,10 +100,12 @@ def _request_line(outcome: RequestOutcome) -> dict[str, Any]:
         "error": outcome.error,
         "prompt_tokens": outcome.prompt_len,
         "output_tokens": outcome.num_output,
+        "progress": outcome.progress,
+        "truncated": outcome.truncated,
         "arrival_s": round(outcome.arrival_s, 6),
-        "ttft_ms": ttft_ms(outcome) if has_tokens else None,
-        "tpot_ms": tpot_ms(outcome) if has_tokens else None,
-        "e2e_ms": e2e_ms(outcome) if outcome.completed else None,
+        "ttft_ms": ttft_ms(outcome),
+        "tpot_ms": tpot_ms(outcome),
+        "e2e_ms": e2e_ms(outcome),
         "num_preemptions": outcome.num_preemptions,
         "prompt": outcome.prompt,
         "text": outcome.text,
