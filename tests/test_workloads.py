@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from swiftapex.config.schema import WorkloadConfig
 from swiftapex.core.errors import ConfigError
 from swiftapex.workloads.build import WorkItem, build_workload, check_workload
+from swiftapex.workloads.files import read_trace
 from swiftapex.workloads.lengths import draw_length
 from swiftapex.workloads.replay import Sent, prepare, replay
 
@@ -197,6 +198,42 @@ def test_malformed_traces_name_the_line(tmp_path: Path, text: str, expected: str
     with pytest.raises(ConfigError) as caught:
         check_workload(of_file("trace", tmp_path / "t.csv", text))
     assert expected in str(caught.value)
+
+
+def test_lengths_beyond_all_models_are_refused_or_cut_before_they_are_made(tmp_path: Path) -> None:
+    for many in ("99999999999999", "9" * 5000):
+        text = AZURE + f"2023-11-16 18:19:00,{many},44\n"
+        with pytest.raises(ConfigError, match=r"t\.csv:5: ContextTokens: .*at most 4194304 tokens"):
+            check_workload(of_file("trace", tmp_path / "t.csv", text))
+        workload = of_file("trace", tmp_path / "t.csv", text, over_length="truncate")
+        assert [line.input_len for line in read_trace(tmp_path / "t.csv", cut=True)] == [
+            480, 31, 110, 2**22,
+        ]  # fmt: skip
+        check_workload(workload)
+    entries = [{"prompt": 3, "max_tokens": 2**22 + 1}]
+    with pytest.raises(ConfigError, match="entry 0: max_tokens: 4194305: expected at most 4194304"):
+        check_workload(of_file("trace", tmp_path / "t.json", json.dumps(entries)))
+    with pytest.raises(ConfigError, match=r"t\.json: not valid JSON"):
+        check_workload(of_file("trace", tmp_path / "t.json", f'[{{"prompt": {"9" * 5000}}}]'))
+    for length in (2**22 + 1, {"mean": 1e14}):
+        with pytest.raises(ValidationError, match="less than or equal to 4194304"):
+            synthetic(input_len=length)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"speedup": 4.0}, "speedup 4 divides a trace's times: it needs arrival: trace, not all"),
+        ({"speedup": 0.5, "arrival": "poisson", "rate": 2.0}, "arrival: trace, not poisson"),
+        ({"slo": {}}, "expected ttft_ms, tpot_ms or both"),
+        ({"slo": {"ttft_ms": None}}, "expected ttft_ms, tpot_ms or both"),
+        ({"chat": True}, "chat is for texts: kind synthetic sends token ids"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings: Any, expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        synthetic(**settings)
+    assert synthetic(speedup=1.0, slo={"tpot_ms": 5.0}).slo is not None
 
 
 def test_json_trace_has_lengths_only(tmp_path: Path) -> None:

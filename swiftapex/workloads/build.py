@@ -107,7 +107,7 @@ def _from_trace(workload: WorkloadConfig, seed: int, vocab_size: int) -> Iterato
 
 def _trace_lines(workload: WorkloadConfig) -> list[TraceLine]:
     path = _path(workload)
-    lines = read_trace(path)
+    lines = read_trace(path, cut=workload.over_length == "truncate")
     count = workload.num_requests or len(lines)
     if count > len(lines):
         raise ConfigError(f"workload.num_requests: {count}: expected at most {len(lines)} ({path})")
