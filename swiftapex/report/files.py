@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ class RunResult:
             "folder": self.plan.folder,
             "policy": self.plan.policy,
             "sweep": dict(self.plan.sweep),
+            "workload_sha256": _workload_sha256(self.plan),
             "interrupted": self.log.interrupted,
             **summarize(
                 self.log,
@@ -48,6 +50,14 @@ class RunResult:
                 self.plan.engine.gpu,
             ),
         }
+
+
+def _workload_sha256(plan: RunPlan) -> str:
+    """Tells runs of the same requests and window on the same model from others."""
+    settings = [plan.workload.model_dump(mode="json"), plan.model.model_dump(mode="json")]
+    # What is cut to the model's length is another workload.
+    told = json.dumps([*settings, plan.seed, plan.engine.max_model_len], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def create_folder(parent: Path, name: str) -> Path:

@@ -22,6 +22,8 @@ PIPELINE_NAMES = ("sequential", "asymmetric", "async_overlap", "symmetric")
 DEFINITIONS: Mapping[str, str] = {
     "num_requests": "requests of the workload",
     "num_failed": "requests that ended with an error or were refused; excluded from all below",
+    "num_truncated": "requests of which prompt or output was cut to max_model_len; null where that "
+    "is not known",
     "num_unfinished": "requests still open when the window or the run was ended",
     "output_tokens": "output tokens of completed requests; with a window, all tokens in it",
     "duration_s": "from the first arrival to the last completion; with a window, its length. A "
@@ -88,6 +90,7 @@ def summarize(
     return {
         "num_requests": len(log.outcomes),
         "num_failed": sum(outcome.failed for outcome in log.outcomes),
+        "num_truncated": _num_truncated(log.outcomes),
         "num_unfinished": sum(not o.completed and not o.failed for o in log.outcomes),
         "output_tokens": tokens,
         "duration_s": duration,
@@ -218,6 +221,11 @@ def _tokens_and_duration(
     still_open = any(not o.completed and not o.failed for o in log.outcomes)
     finish = end if still_open and not log.interrupted else max(times, default=begin)
     return len(times), finish - begin if finish > begin else None
+
+
+def _num_truncated(outcomes: Sequence[RequestOutcome]) -> int | None:
+    known = [outcome.truncated for outcome in outcomes]
+    return None if None in known else known.count(True)
 
 
 def _gaps_ms(
