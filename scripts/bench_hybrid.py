@@ -224,15 +224,14 @@ def by_pipeline(engine: Engine) -> dict[str, Any]:
             "seconds": round(sum(r.duration_us for r in records) / 1e6, 2),
             "ms": median(records, "duration_us", 1e-3),
             "schedule_ms": median(records, "schedule_us", 1e-3),
-            "predicted_ms": round(
-                1e-3 * statistics.median(r.predicted_us or 0.0 for r in records), 3
-            ),
+            "predicted_ms": median(predicted, "predicted_us", 1e-3) if predicted else None,
             "gpu_decodes": median(records, "gpu_decodes"),
             "cpu_decodes": round(statistics.mean(r.cpu_decodes for r in records), 1),
             "parked": median(records, "parked"),
             "prefill_tokens": median(records, "prefill_tokens"),
         }
         for kind, records in kinds.items()
+        for predicted in [[r for r in records if r.predicted_us is not None]]
     }
 
 

@@ -32,6 +32,7 @@ from swiftapex.ray_runs import RayRuns
 from swiftapex.report.environment import describe_environment
 from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
 from swiftapex.report.table import results_table
+from swiftapex.report.warnings import warnings
 from swiftapex.workloads.build import check_workload
 
 Measure = Callable[[RunPlan], tuple[RunResult, TraceRecorder]]
@@ -206,7 +207,7 @@ class _Session:
             self._fail(plan, error_text)
         else:
             self._results.append(result)
-            _warn_of_failures(result)
+            _warn(result)
         return result.log.interrupted
 
     def _run(self, plan: RunPlan) -> RunResult:
@@ -222,7 +223,9 @@ class _Session:
         _say(f"error: run {plan.folder} failed: {reason}")
 
 
-def _warn_of_failures(result: RunResult) -> None:
+def _warn(result: RunResult) -> None:
+    for sentence in warnings(result):
+        _say(f"warning: run {result.plan.folder}: {sentence}")
     failed = [outcome for outcome in result.log.outcomes if outcome.failed]
     if failed:
         first = f"request {failed[0].index}: {failed[0].error}"

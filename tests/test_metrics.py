@@ -63,6 +63,21 @@ def test_goodput_counts_what_keeps_all_limits() -> None:
     assert (both["goodput_requests_per_s"], both["slo_attainment"]) == (0.3, 0.6)
 
 
+def test_what_was_in_progress_is_not_judged() -> None:
+    plain, limits = log(), SloConfig(ttft_ms=2000, tpot_ms=1500)
+    # Requests 0 to 2 keep the limits, in 10 s; 0 had begun before.
+    some = replace(plain, outcomes=(replace(plain.outcomes[0], progress=3), *plain.outcomes[1:]))
+    found = summarize(some, slo=limits)
+    assert (found["goodput_requests_per_s"], found["slo_attainment"]) == (0.2, 0.5)
+    every = replace(plain, outcomes=tuple(replace(o, progress=3) for o in plain.outcomes))
+    found = summarize(every, slo=limits)
+    assert found["requests_per_s"] == 0.5
+    assert found["goodput_requests_per_s"] is found["slo_attainment"] is None
+    # None completed in the window: that is a rate of 0, of nothing to judge.
+    found = summarize(every, WindowConfig(warmup_s=2.5, measure_s=1.2), limits)
+    assert (found["goodput_requests_per_s"], found["slo_attainment"]) == (0.0, None)
+
+
 def test_inter_token_latency_is_over_gaps() -> None:
     # gaps of 1; 1, 1, 1; 1.5, 1.5; 4; 6 s
     itl = summarize(log())["itl_ms"]

@@ -31,7 +31,8 @@ from swiftapex.report.html import samples, write_report
 from swiftapex.report.metrics import DEFINITIONS, outputs_sha256, percentile, summarize
 from swiftapex.report.snapshots import Snapshot
 from swiftapex.report.table import duration, results_table
-from swiftapex.report.words import fastest, what_happened, why
+from swiftapex.report.warnings import warnings
+from swiftapex.report.words import fastest, verdicts, what_happened, why
 from swiftapex.workloads.energy import EnergyUse
 from swiftapex.workloads.meter import BusySpan
 from swiftapex.workloads.replay import RequestOutcome, RunLog
@@ -84,6 +85,7 @@ def test_summary_by_hand() -> None:
     assert summary["num_requests"] == 5
     assert summary["num_failed"] == 2
     assert summary["num_unfinished"] == 0
+    assert summary["num_truncated"] is None  # nobody said
     assert summary["output_tokens"] == 6
     assert summary["duration_s"] == 5.0
     assert summary["output_tokens_per_s"] == pytest.approx(1.2)
@@ -221,6 +223,22 @@ def test_run_files(tmp_path: Path) -> None:
     assert "block_size: 32" in (tmp_path / "run.yaml").read_text()
 
 
+def test_latencies_of_a_request_that_began_before_the_run(tmp_path: Path) -> None:
+    times = (1.0, 3.0, 4.0)  # 1.5 s a token; 20 came before
+    warm = RequestOutcome(0, None, 9, 0.0, "length", (7,) * 23, times, progress=20)
+    last = replace(warm, token_times_s=(1.0,), progress=22)
+    cold = replace(warm, output_ids=(7,) * 3, progress=0, truncated=True)
+    write_run(tmp_path, result(log=RunLog(START_S, (warm, last, cold), ())))
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").open()]
+    assert [(line["progress"], line["output_tokens"]) for line in lines] == [
+        (20, 23), (22, 23), (0, 3),
+    ]  # fmt: skip
+    assert [line["ttft_ms"] for line in lines] == [None, None, 1000.0]
+    assert [line["tpot_ms"] for line in lines] == [1500.0, None, 1500.0]
+    assert [line["e2e_ms"] for line in lines] == [None, None, 4000.0]
+    assert [line["truncated"] for line in lines] == [None, None, True]
+
+
 def test_summary_files(tmp_path: Path) -> None:
     runs = [result(), result("other", **{"engine.block_size": 16})]
     write_summary(tmp_path, "example", runs, {"third": "out of memory"})
@@ -336,6 +354,71 @@ def test_sentences_about_runs() -> None:
     assert fastest(runs[:1]) is None
     runs[1]["output_tokens_per_s"] = None
     assert fastest(runs) is None
+
+
+def test_the_fastest_is_sought_among_runs_of_one_workload() -> None:
+    def run(name: str, rate: float, value: int, **settings: Any) -> dict[str, Any]:
+        found = result(name, **{"workload.output_len": value})
+        workload = WorkloadConfig(path="p.jsonl", output_len=value)
+        plan = replace(found.plan, workload=workload, **settings)
+        return replace(found, plan=plan).summary() | {"output_tokens_per_s": rate}
+
+    runs = [run("a", 10, 50), run("b", 20, 50), run("a", 90, 500), run("b", 30, 500)]
+    assert verdicts(runs) == [
+        "Fastest: b (output_len=50) with 20.0 output tokens/s: 2.00 times a (output_len=50).",
+        "Fastest: a (output_len=500) with 90.0 output tokens/s: 3.00 times b (output_len=500).",
+    ]
+    assert verdicts(runs[1:3]) == []  # alone with their workload
+    cut = EngineConfig(max_model_len=64)
+    others = ({"seed": 1}, {"model": ModelSection(architecture="llama2-7b", weights="dummy")},
+              {"engine": cut})  # fmt: skip
+    for other in others:
+        assert verdicts([run("a", 10, 50), run("b", 20, 50, **other)]) == []
+    same = {"engine": EngineConfig(block_size=16), "policy": "apex"}
+    assert len(verdicts([run("a", 10, 50), run("b", 20, 50, **same)])) == 1
+
+
+def with_window(window: dict[str, float], log: RunLog = LOG) -> RunResult:
+    run = result(log=log)
+    workload = WorkloadConfig.model_validate({"path": "p.jsonl", "window": window})
+    return replace(run, plan=replace(run.plan, workload=workload))
+
+
+def test_an_empty_window_is_said_with_what_to_change(tmp_path: Path) -> None:
+    late = with_window({"warmup_s": 60.0, "measure_s": 1.0})
+    assert warnings(late) == [
+        "Nothing was measured: the window began at 60 s (workload.window.warmup_s), and the last "
+        "token came at 10 s; it needs a smaller warmup_s, or a larger workload.num_requests."
+    ]
+    (few,) = warnings(with_window({"middle": 0.1}, RunLog(START_S, OUTCOMES[:2], ITERATIONS)))
+    assert few == (
+        "Nothing was measured: the middle 0.1 of 2 completed requests holds none; it needs a "
+        "larger workload.num_requests or workload.window.middle."
+    )
+    slow = (replace(OUTCOMES[4], finish_reason="unfinished", token_times_s=(), output_ids=()),)
+    (none,) = warnings(
+        with_window({"warmup_s": 0.5, "measure_s": 1.0}, RunLog(START_S, slow, ITERATIONS))
+    )
+    assert "no token came before it ended; it needs a larger measure_s" in none
+    for holds in ({"middle": 0.5}, {"warmup_s": 0.9, "measure_s": 2.0}):
+        assert warnings(with_window(holds)) == []
+    assert warnings(result()) == []
+    write_report(tmp_path / "r.html", "x", "", [late], {}, {}, "")
+    text = (tmp_path / "r.html").read_text()
+    assert "gpu-only: Nothing was measured: the window began at 60 s" in text
+    assert (
+        text.count("not measured</text>") == 1
+    )  # in the plot of throughput, where others have rates
+
+
+def test_truncated_requests_are_counted_and_said(tmp_path: Path) -> None:
+    cut = [replace(o, truncated=o.index in (1, 4)) for o in OUTCOMES]
+    run = result(log=RunLog(START_S, tuple(cut), ITERATIONS))
+    assert run.summary()["num_truncated"] == 2
+    said = "2 of 5 requests were cut to max_model_len (over_length: truncate)."
+    assert warnings(run) == [said]
+    write_report(tmp_path / "r.html", "x", "", [run], {}, {}, "")
+    assert f"gpu-only: {said}" in (tmp_path / "r.html").read_text()
 
 
 def test_environment_is_described(tmp_path: Path) -> None:

@@ -270,6 +270,26 @@ def test_failed_requests_are_counted_and_excluded(run: Runner, tmp_path: Path) -
     assert "18 of 20, 2 failed" in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["window={warmup_s: 60, measure_s: 1}"], "Nothing was measured: the window began at 60 s"),
+        (
+            ["window={middle: 0.1}", "num_requests=2"],
+            "the middle 0.1 of 2 completed requests holds",
+        ),
+        (["over_length=truncate", "input_len=1001"], "5 of 5 requests were cut to max_model_len"),
+    ],
+)
+def test_what_spoils_a_measurement_is_said(
+    run: Runner, experiment: Path, changes: list[str], expected: str
+) -> None:
+    assert run(experiment, *(f"--set=workload.{change}" for change in changes)) == 0
+    said = [line for line in run.stderr.splitlines() if line.startswith("warning: run ")]
+    assert len(said) == 2 and all(expected in line for line in said)
+    assert expected in (run.folder / "report.html").read_text()
+
+
 def test_requests_that_fail_on_their_way_are_excluded(run: Runner, experiment: Path) -> None:
     prompt = '{"prompt": [7, 8]}\n{"prompt": [9, 9]}\n'
     experiment.with_name("p.jsonl").write_text(prompt)

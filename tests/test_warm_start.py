@@ -55,6 +55,39 @@ def test_the_gpu_fills_first_and_what_does_not_fit_is_refused() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("policy", ["gpu_only", "apex"])
+def test_truncated_requests_begin_within_the_models_length(policy: str) -> None:
+    engine = small_engine("gqa-3", POOLS, policy, {}, late=None)
+    output_len = engine.max_model_len + 60
+    workload = WorkloadConfig(
+        kind="synthetic", num_requests=8, input_len=9, output_len=output_len,
+        over_length="truncate", warm_start=True,
+    )  # fmt: skip
+    engine.max_model_len = 40  # shorter than what the pools hold
+    log = replay(engine, build_workload(workload, seed=1, vocab_size=120), workload)
+    assert any(o.progress for o in log.outcomes)
+    for outcome in log.outcomes:
+        assert outcome.finish_reason == "length" and outcome.truncated
+        assert (outcome.prompt_len, outcome.max_tokens, outcome.num_output) == (1, 39, 39)
+    engine.close()
+
+
+def test_progress_that_leaves_nothing_to_generate_is_refused() -> None:
+    engine = small_engine("gqa-3", POOLS, "gpu_only", {}, late=None)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    for wrong in (12, 200, -1):
+        with pytest.raises(RequestError, match=f"1 to max_tokens - 1 tokens, got {wrong} with max"):
+            engine.add_in_progress([5] * 9, sampling, wrong)
+    limit = engine.max_model_len
+    with pytest.raises(RequestError, match=f"9 prompt tokens and {limit} output tokens .* {limit}"):
+        engine.add_in_progress([5] * 9, SamplingParams(max_tokens=limit), 3)
+    assert not engine.has_work
+    assert engine.add_in_progress([5] * 9, sampling, 11).num_generated == 11
+    engine.step()
+    assert not engine.has_work
+    engine.close()
+
+
 def test_an_engine_goes_on_under_another_policy() -> None:
     warm = WorkloadConfig(
         kind="synthetic", num_requests=16, input_len=9, output_len=12, warm_start=True,

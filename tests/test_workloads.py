@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from swiftapex.config.schema import WorkloadConfig
 from swiftapex.core.errors import ConfigError
 from swiftapex.workloads.build import WorkItem, build_workload, check_workload
+from swiftapex.workloads.files import read_trace
 from swiftapex.workloads.lengths import draw_length
-from swiftapex.workloads.replay import replay
+from swiftapex.workloads.replay import Sent, prepare, replay
 
 VOCAB = 1000
 
@@ -199,6 +200,42 @@ def test_malformed_traces_name_the_line(tmp_path: Path, text: str, expected: str
     assert expected in str(caught.value)
 
 
+def test_lengths_beyond_all_models_are_refused_or_cut_before_they_are_made(tmp_path: Path) -> None:
+    for many in ("99999999999999", "9" * 5000):
+        text = AZURE + f"2023-11-16 18:19:00,{many},44\n"
+        with pytest.raises(ConfigError, match=r"t\.csv:5: ContextTokens: .*at most 4194304 tokens"):
+            check_workload(of_file("trace", tmp_path / "t.csv", text))
+        workload = of_file("trace", tmp_path / "t.csv", text, over_length="truncate")
+        assert [line.input_len for line in read_trace(tmp_path / "t.csv", cut=True)] == [
+            480, 31, 110, 2**22,
+        ]  # fmt: skip
+        check_workload(workload)
+    entries = [{"prompt": 3, "max_tokens": 2**22 + 1}]
+    with pytest.raises(ConfigError, match="entry 0: max_tokens: 4194305: expected at most 4194304"):
+        check_workload(of_file("trace", tmp_path / "t.json", json.dumps(entries)))
+    with pytest.raises(ConfigError, match=r"t\.json: not valid JSON"):
+        check_workload(of_file("trace", tmp_path / "t.json", f'[{{"prompt": {"9" * 5000}}}]'))
+    for length in (2**22 + 1, {"mean": 1e14}):
+        with pytest.raises(ValidationError, match="less than or equal to 4194304"):
+            synthetic(input_len=length)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"speedup": 4.0}, "speedup 4 divides a trace's times: it needs arrival: trace, not all"),
+        ({"speedup": 0.5, "arrival": "poisson", "rate": 2.0}, "arrival: trace, not poisson"),
+        ({"slo": {}}, "expected ttft_ms, tpot_ms or both"),
+        ({"slo": {"ttft_ms": None}}, "expected ttft_ms, tpot_ms or both"),
+        ({"chat": True}, "chat is for texts: kind synthetic sends token ids"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings: Any, expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        synthetic(**settings)
+    assert synthetic(speedup=1.0, slo={"tpot_ms": 5.0}).slo is not None
+
+
 def test_json_trace_has_lengths_only(tmp_path: Path) -> None:
     text = json.dumps([{"prompt": 269, "max_tokens": 42}, {"prompt": 27, "max_tokens": 5}])
     items = build(of_file("trace", tmp_path / "osc.json", text, arrival="poisson", rate=1.0))
@@ -220,16 +257,27 @@ def test_a_warm_start_spreads_progress_and_changes_nothing_else() -> None:
     cold, warm = (
         build(synthetic(num_requests=400, output_len=50, warm_start=w)) for w in (False, True)
     )
-    assert [replace(item, progress=0) for item in warm] == cold
-    progress = [item.progress for item in warm]
+    assert [replace(item, progress=0.0) for item in warm] == cold
+    progress = [Sent(item, sampling=item.sampling).num_generated for item in warm]
     assert set(progress) == set(range(50)) and statistics.mean(progress) == pytest.approx(25, abs=3)
-    assert progress == [
-        i.progress for i in build(synthetic(num_requests=400, output_len=50, warm_start=True))
-    ]
+    assert warm == build(synthetic(num_requests=400, output_len=50, warm_start=True))
     some = build(synthetic(num_requests=9, output_len=50, warm_start=3))
     assert [i.progress for i in some[3:]] == [0] * 6 and any(i.progress for i in some[:3])
     with pytest.raises(ValidationError, match="warm_start needs"):
         synthetic(warm_start=True, ignore_eos=False)
+
+
+def test_progress_is_of_what_truncation_leaves() -> None:
+    workload = synthetic(
+        num_requests=60, input_len=20, output_len=300, over_length="truncate", warm_start=True
+    )
+    items = build(workload)
+    sent = [prepare(FakeEngine(max_model_len=90), item, workload) for item in items]
+    assert all(entry.truncated and entry.sampling.max_tokens == 89 for entry in sent)
+    assert [entry.num_generated for entry in sent] == [int(89 * item.progress) for item in items]
+    assert 60 < max(entry.num_generated for entry in sent) < 89
+    fits = prepare(FakeEngine(max_model_len=320), items[0], workload)
+    assert (fits.truncated, fits.num_generated) == (False, int(300 * items[0].progress))
 
 
 def test_replay_keeps_arrival_times_and_order() -> None:

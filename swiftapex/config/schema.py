@@ -12,7 +12,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from swiftapex.config.presets import PRESETS
-from swiftapex.config.values import Auto, Bytes, Count, FileName, PositiveFloat, PositiveInt
+from swiftapex.config.values import (
+    MAX_TOKENS,
+    Auto,
+    Bytes,
+    Count,
+    FileName,
+    PositiveFloat,
+    PositiveInt,
+    Tokens,
+)
 
 DEFAULT_KV_TOKENS = 16384  # of a side for which neither kv_tokens nor kv_memory is given
 
@@ -139,12 +148,12 @@ class EngineConfig(Section):
 class LengthRange(Section):
     """Lengths uniform in [mean * (1 - spread), mean * (1 + spread)], in tokens, at least 1."""
 
-    mean: PositiveFloat
+    mean: float = Field(gt=0, le=MAX_TOKENS)
     spread: float = Field(default=0.0, ge=0, le=1)
 
 
 Distribution = Literal["osc", "azure_conv", "azure_code", "livebench", "dolphin_r1"]
-Length = PositiveInt | LengthRange | Distribution
+Length = Tokens | LengthRange | Distribution
 
 
 class WindowConfig(Section):
@@ -176,6 +185,12 @@ class SloConfig(Section):
 
     ttft_ms: PositiveFloat | None = None
     tpot_ms: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _limits_something(self) -> SloConfig:
+        if self.ttft_ms is None and self.tpot_ms is None:
+            raise ValueError("expected ttft_ms, tpot_ms or both (slo: null: no limits)")
+        return self
 
 
 class WorkloadConfig(Section):
@@ -227,6 +242,11 @@ class WorkloadConfig(Section):
             raise ValueError("rate (requests/s) and arrival: poisson belong together")
         if self.arrival == "trace" and self.kind != "trace":
             raise ValueError("arrival: trace needs kind: trace")
+        if self.speedup != 1 and self.arrival != "trace":
+            raise ValueError(f"speedup {self.speedup:g} divides a trace's times: it needs "
+                             f"arrival: trace, not {self.arrival}")  # fmt: skip
+        if self.chat and self.kind != "prompts":
+            raise ValueError(f"chat is for texts: kind {self.kind} sends token ids")
         if self.warm_start and (self.arrival != "all" or not self.forces_length):
             raise ValueError("warm_start needs arrival: all and ignore_eos: true")
         return self

@@ -43,6 +43,9 @@ def parse_bytes(value: object) -> int:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
+# Tokens of a prompt or an output: more than models take, few enough to be made before one refuses.
+MAX_TOKENS = 2**22
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Auto = Literal["auto"]
 

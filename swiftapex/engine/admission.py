@@ -24,6 +24,23 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     return tuple(prompt_ids)
 
 
+def check_progress(
+    num_generated: int, sampling: SamplingParams, prompt_len: int, max_model_len: int
+) -> None:
+    """RequestError unless a request that begins with `num_generated` tokens has some to generate,
+    all of them within the model's length. `sampling`: as it was asked for."""
+    if not 1 <= num_generated < sampling.max_tokens:
+        raise RequestError(
+            f"a request in progress has generated 1 to max_tokens - 1 tokens, got {num_generated} "
+            f"with max_tokens {sampling.max_tokens}"
+        )
+    if prompt_len + sampling.max_tokens > max_model_len:
+        raise RequestError(
+            f"{prompt_len} prompt tokens and {sampling.max_tokens} output tokens of a request in "
+            f"progress exceed max_model_len {max_model_len}"
+        )
+
+
 def fit_sampling(
     sampling: SamplingParams,
     prompt_len: int,

@@ -25,7 +25,7 @@ from swiftapex.core.request import (
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.cost_model import CostModel
 from swiftapex.costs.correction import CorrectedCostModel
-from swiftapex.engine.admission import check_prompt, fit_sampling
+from swiftapex.engine.admission import check_progress, check_prompt, fit_sampling
 from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.costs import ProfiledEngine
 from swiftapex.engine.stats import EngineStats, count, record_launch
@@ -162,13 +162,16 @@ class Engine:
     ) -> Request:
         """A request that has generated `num_generated` tokens already, so that a measurement begins
         in the steady state: its blocks hold whatever lies in them, its tokens so far are made up.
-        On the GPU while it fits there, else on the CPU; RequestError where neither has room."""
+        On the GPU while it fits there, else on the CPU. RequestError where neither has room, or
+        where `num_generated` (0 counts as 1) leaves nothing to generate within the lengths."""
+        num_generated = num_generated or 1
+        check_progress(num_generated, sampling, len(prompt), self.max_model_len)
         with self._lock:
             if not self._touched:
                 self._executor.touch_kv()
                 self._touched = True
             request = self.add(prompt, sampling)
-            request.output_ids.extend([self._blocks.block_size] * max(1, num_generated))
+            request.output_ids.extend([self._blocks.block_size] * num_generated)
             request.num_computed = request.num_tokens - 1
             for side in SIDES if self._queue.num_waiting == 1 else ():
                 if self._state.can_start(request, side):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ class RunResult:
             "folder": self.plan.folder,
             "policy": self.plan.policy,
             "sweep": dict(self.plan.sweep),
+            "workload_sha256": _workload_sha256(self.plan),
             "interrupted": self.log.interrupted,
             **summarize(
                 self.log,
@@ -48,6 +50,14 @@ class RunResult:
                 self.plan.engine.gpu,
             ),
         }
+
+
+def _workload_sha256(plan: RunPlan) -> str:
+    """Tells runs of the same requests and window on the same model from others."""
+    settings = [plan.workload.model_dump(mode="json"), plan.model.model_dump(mode="json")]
+    # What is cut to the model's length is another workload.
+    told = json.dumps([*settings, plan.seed, plan.engine.max_model_len], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def create_folder(parent: Path, name: str) -> Path:
@@ -93,7 +103,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _request_line(outcome: RequestOutcome) -> dict[str, Any]:
-    has_tokens = bool(outcome.token_times_s)
     times = [round(time_s, 6) for time_s in outcome.token_times_s]
     return {
         "index": outcome.index,
@@ -101,10 +110,12 @@ def _request_line(outcome: RequestOutcome) -> dict[str, Any]:
         "error": outcome.error,
         "prompt_tokens": outcome.prompt_len,
         "output_tokens": outcome.num_output,
+        "progress": outcome.progress,
+        "truncated": outcome.truncated,
         "arrival_s": round(outcome.arrival_s, 6),
-        "ttft_ms": ttft_ms(outcome) if has_tokens else None,
-        "tpot_ms": tpot_ms(outcome) if has_tokens else None,
-        "e2e_ms": e2e_ms(outcome) if outcome.completed else None,
+        "ttft_ms": ttft_ms(outcome),
+        "tpot_ms": tpot_ms(outcome),
+        "e2e_ms": e2e_ms(outcome),
         "num_preemptions": outcome.num_preemptions,
         "prompt": outcome.prompt,
         "text": outcome.text,

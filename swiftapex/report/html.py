@@ -14,7 +14,8 @@ from swiftapex.report.files import RunResult
 from swiftapex.report.metrics import DEFINITIONS
 from swiftapex.report.table import duration
 from swiftapex.report.timeline import CAPTIONS, pipeline_picture
-from swiftapex.report.words import fastest, label, same_outputs, what_happened, why
+from swiftapex.report.warnings import warnings
+from swiftapex.report.words import label, verdicts, what_happened, why
 
 _SAMPLES = 4
 _DETAILED_RUNS = 12  # runs with plots of their own; a large sweep has more runs than that
@@ -64,7 +65,7 @@ def write_report(
         failures=failures,
         notes=_notes(results),
         summary_plots=_summary_plots(runs, results) if runs else [],
-        verdicts=[sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence],
+        verdicts=verdicts(runs),
         details=[_details(result) for result in detailed],
         hidden_runs=len(results) - len(detailed),
         samples=samples(results[:_DETAILED_RUNS]),
@@ -76,10 +77,10 @@ def write_report(
 
 
 def _notes(results: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """The engines' notes, each with the runs that it is of."""
+    """The engines' notes and the runs' warnings, each with the runs that it is of."""
     runs: dict[str, list[str]] = {}
     for result in results:
-        for note in result.notes:
+        for note in (*warnings(result), *result.notes):
             runs.setdefault(note, []).append(label(result.summary()))
     return [(", ".join(labels), note) for note, labels in runs.items()]
 

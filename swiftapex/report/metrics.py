@@ -22,6 +22,8 @@ PIPELINE_NAMES = ("sequential", "asymmetric", "async_overlap", "symmetric")
 DEFINITIONS: Mapping[str, str] = {
     "num_requests": "requests of the workload",
     "num_failed": "requests that ended with an error or were refused; excluded from all below",
+    "num_truncated": "requests of which prompt or output was cut to max_model_len; null where that "
+    "is not known",
     "num_unfinished": "requests still open when the window or the run was ended",
     "output_tokens": "output tokens of completed requests; with a window, all tokens in it",
     "duration_s": "from the first arrival to the last completion; with a window, its length. A "
@@ -54,8 +56,10 @@ DEFINITIONS: Mapping[str, str] = {
     "tokens / all prompt tokens) / (output tokens / all output tokens asked for). 1 in a steady "
     "state; less where requests in progress were decoded at the cost of those that wait",
     "prediction_error_p50": "median of |predicted - measured| / measured time of an iteration",
-    "slo_attainment": "share of completed requests within all limits of the workload's slo",
-    "goodput_requests_per_s": "completed requests per s that are within all limits of the slo",
+    "slo_attainment": "share of completed requests within all limits of the workload's slo. Those "
+    "that were in progress when the run began are not judged; null where that leaves none",
+    "goodput_requests_per_s": "completed requests per s that are within all limits of the slo. "
+    "Those that were in progress when the run began do not count; null where all of them were",
     "outputs_sha256": "SHA-256 over the output ids of all requests in order, each id as 4 bytes "
     "(little-endian), -1 after each request: equal hashes mean equal tokens",
     "mean, p50, p90, p99": "over completed requests (with a window: completed in it) that were not "
@@ -86,6 +90,7 @@ def summarize(
     return {
         "num_requests": len(log.outcomes),
         "num_failed": sum(outcome.failed for outcome in log.outcomes),
+        "num_truncated": _num_truncated(log.outcomes),
         "num_unfinished": sum(not o.completed and not o.failed for o in log.outcomes),
         "output_tokens": tokens,
         "duration_s": duration,
@@ -105,7 +110,7 @@ def summarize(
         else None,
         "prediction_error_p50": prediction_error(iterations),
         "slo_attainment": None if slo is None else _slo_attainment(completed, slo),
-        "goodput_requests_per_s": _goodput(completed, slo, duration),
+        "goodput_requests_per_s": None if slo is None else _goodput(completed, slo, duration),
         "outputs_sha256": None if unfinished or unknown else outputs_sha256(log.outcomes),
     }
 
@@ -121,20 +126,24 @@ def window_span(log: RunLog, window: WindowConfig) -> tuple[float, float]:
     return begin, end
 
 
-def ttft_ms(outcome: RequestOutcome) -> float:
-    """Of an outcome with at least one token."""
+def ttft_ms(outcome: RequestOutcome) -> float | None:
+    """None without a first token in the run: there is none yet, or it came before the run."""
+    if outcome.progress or not outcome.token_times_s:
+        return None
     return (outcome.token_times_s[0] - outcome.arrival_s) * 1e3
 
 
-def e2e_ms(outcome: RequestOutcome) -> float:
-    """Of an outcome with at least one token."""
+def e2e_ms(outcome: RequestOutcome) -> float | None:
+    """None for what has not completed, or was in progress when the run began."""
+    if outcome.progress or not outcome.completed:
+        return None
     return (outcome.token_times_s[-1] - outcome.arrival_s) * 1e3
 
 
 def tpot_ms(outcome: RequestOutcome) -> float | None:
-    """None for fewer than two tokens."""
-    count = outcome.num_output
-    return (e2e_ms(outcome) - ttft_ms(outcome)) / (count - 1) if count >= 2 else None
+    """Over the tokens of the run; None for fewer than two of them."""
+    times = outcome.token_times_s
+    return (times[-1] - times[0]) * 1e3 / (len(times) - 1) if len(times) >= 2 else None
 
 
 def field(summary: Mapping[str, Any], name: str) -> float | None:
@@ -214,6 +223,11 @@ def _tokens_and_duration(
     return len(times), finish - begin if finish > begin else None
 
 
+def _num_truncated(outcomes: Sequence[RequestOutcome]) -> int | None:
+    known = [outcome.truncated for outcome in outcomes]
+    return None if None in known else known.count(True)
+
+
 def _gaps_ms(
     log: RunLog, completed: Sequence[RequestOutcome], span: tuple[float, float] | None
 ) -> list[float]:
@@ -230,8 +244,8 @@ def _gaps_ms(
 
 def _latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, dict[str, float | None]]:
     completed = _whole(outcomes)
-    per_token = [e2e_ms(o) / o.num_output for o in completed]
-    per_token_neo = [e2e_ms(o) / (o.prompt_len + o.num_output) for o in completed]
+    per_token = [_over(e2e_ms(o), o.num_output) for o in completed]
+    per_token_neo = [_over(e2e_ms(o), o.prompt_len + o.num_output) for o in completed]
     return {
         "ttft_ms": statistics(map(ttft_ms, completed)),
         "tpot_ms": statistics(map(tpot_ms, completed)),
@@ -247,9 +261,9 @@ def _whole(outcomes: Sequence[RequestOutcome]) -> list[RequestOutcome]:
 
 
 def _keeps(outcome: RequestOutcome, slo: SloConfig) -> bool:
-    tpot = tpot_ms(outcome)
-    in_ttft = slo.ttft_ms is None or ttft_ms(outcome) <= slo.ttft_ms
-    return in_ttft and (slo.tpot_ms is None or tpot is None or tpot <= slo.tpot_ms)
+    """A latency that the outcome does not have breaks no limit."""
+    pairs = (ttft_ms(outcome), slo.ttft_ms), (tpot_ms(outcome), slo.tpot_ms)
+    return all(value is None or limit is None or value <= limit for value, limit in pairs)
 
 
 def _slo_attainment(completed: Sequence[RequestOutcome], slo: SloConfig) -> float | None:
@@ -258,11 +272,16 @@ def _slo_attainment(completed: Sequence[RequestOutcome], slo: SloConfig) -> floa
 
 
 def _goodput(
-    completed: Sequence[RequestOutcome], slo: SloConfig | None, duration: float | None
+    completed: Sequence[RequestOutcome], slo: SloConfig, duration: float | None
 ) -> float | None:
-    if slo is None:
+    whole = _whole(completed)
+    if completed and not whole:
         return None
-    return _ratio(sum(_keeps(outcome, slo) for outcome in _whole(completed)), duration)
+    return _ratio(sum(_keeps(outcome, slo) for outcome in whole), duration)
+
+
+def _over(part: float | None, count: int) -> float | None:
+    return None if part is None else part / count
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

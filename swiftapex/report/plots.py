@@ -23,9 +23,10 @@ def throughput(runs: Sequence[Mapping[str, Any]]) -> str:
     """Output tokens per second, one bar per run."""
 
     def draw(axes: Axes) -> None:
-        rates = [run["output_tokens_per_s"] or 0.0 for run in runs]
-        bars = axes.barh([label(run) for run in runs], rates)
-        axes.bar_label(bars, fmt="%.1f", padding=3)
+        rates = [run["output_tokens_per_s"] for run in runs]
+        bars = axes.barh([label(run) for run in runs], [rate or 0.0 for rate in rates])
+        words = ["not measured" if rate is None else f"{rate:.1f}" for rate in rates]
+        axes.bar_label(bars, words, padding=3)
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.set_xlabel("output tokens / s")
@@ -62,7 +63,8 @@ def pipelines_used(runs: Sequence[Mapping[str, Any]]) -> str:
         axes.invert_yaxis()
         axes.set_xlim(0, 100)
         axes.set_xlabel("% of iterations")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small")
+        if any(shares):
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small")
 
     return _svg(draw, height=1.2 + 0.4 * len(runs))
 

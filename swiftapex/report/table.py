@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swiftapex.report.words import fastest, label, same_outputs
+from swiftapex.report.words import label, verdicts
 
 _HEADER = (
     "run",
@@ -26,8 +26,8 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> str:
         "Times are medians over the completed requests of a run. CPU share: decoded tokens whose",
         "attention ran on the CPU, over a KV cache in host memory.",
     ]
-    verdicts = [sentence for sentence in (fastest(runs), same_outputs(runs)) if sentence]
-    return "\n".join([*lines, *([""] if verdicts else []), *verdicts])
+    sentences = verdicts(runs)
+    return "\n".join([*lines, *([""] if sentences else []), *sentences])
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

@@ -80,8 +80,18 @@ def _held(words: str, records: Sequence[IterationRecord]) -> str:
     )
 
 
+def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which run was fastest, among those of each workload, and whether tokens are the same."""
+    by_workload: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        by_workload.setdefault(run["workload_sha256"], []).append(run)
+    sentences = [*map(fastest, by_workload.values()), same_outputs(runs)]
+    return [sentence for sentence in sentences if sentence]
+
+
 def fastest(runs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Which run generated the most tokens per second; None where there is nothing to compare."""
+    """Which of some runs of one workload generated the most tokens per second; None where there is
+    nothing to compare."""
     rated = [run for run in runs if run["output_tokens_per_s"]]
     if len(rated) < 2:
         return None

@@ -32,7 +32,7 @@ class WorkItem:
     prompt: str | tuple[int, ...]
     chat: bool
     sampling: SamplingParams
-    progress: int = 0  # tokens that it has generated before the run
+    progress: float = 0.0  # share of its output, as it is sent, that it has before the run; < 1
 
 
 def check_workload(workload: WorkloadConfig) -> None:
@@ -58,14 +58,11 @@ def build_workload(workload: WorkloadConfig, seed: int, vocab_size: int) -> list
     if not warm:
         return list(items)
     return [
-        replace(item, progress=_progress(item, seed)) if warm is True or item.index < warm else item
+        replace(item, progress=_stream(seed, "progress", item.index).random())
+        if warm is True or item.index < warm
+        else item
         for item in items
     ]
-
-
-def _progress(item: WorkItem, seed: int) -> int:
-    rng = _stream(seed, "progress", item.index)
-    return int(rng.random() * item.sampling.max_tokens)
 
 
 def _from_prompts(workload: WorkloadConfig, seed: int) -> Iterator[WorkItem]:
@@ -110,7 +107,7 @@ def _from_trace(workload: WorkloadConfig, seed: int, vocab_size: int) -> Iterato
 
 def _trace_lines(workload: WorkloadConfig) -> list[TraceLine]:
     path = _path(workload)
-    lines = read_trace(path)
+    lines = read_trace(path, cut=workload.over_length == "truncate")
     count = workload.num_requests or len(lines)
     if count > len(lines):
         raise ConfigError(f"workload.num_requests: {count}: expected at most {len(lines)} ({path})")

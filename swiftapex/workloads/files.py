@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftapex.config.explain import nearest, shorten
+from swiftapex.config.values import MAX_TOKENS
 from swiftapex.core.errors import ConfigError
 
 _PROMPT_KEYS = ("prompt", "chat", "output_len")
@@ -55,13 +56,15 @@ def read_prompts(path: Path) -> list[PromptLine]:
     return prompts
 
 
-def read_trace(path: Path) -> list[TraceLine]:
+def read_trace(path: Path, cut: bool = False) -> list[TraceLine]:
     """An Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens), sorted by time, or for *.json a
-    list of {"prompt": tokens, "max_tokens": tokens}, in its order and without times."""
+    list of {"prompt": tokens, "max_tokens": tokens}, in its order and without times.
+
+    Lengths above MAX_TOKENS are cut to that (`cut`), or refused."""
     if path.suffix == ".json":
-        lines = list(_json_lines(path))
+        lines = list(_json_lines(path, cut))
     else:
-        lines = sorted(_csv_lines(path), key=lambda line: line.time_s or 0.0)
+        lines = sorted(_csv_lines(path, cut), key=lambda line: line.time_s or 0.0)
         first_s = lines[0].time_s or 0.0 if lines else 0.0
         lines = [
             TraceLine((line.time_s or 0.0) - first_s, line.input_len, line.output_len)
@@ -84,7 +87,7 @@ def _read_text(path: Path) -> str:
 def _prompt_line(line: str, where: str) -> PromptLine:
     try:
         data = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also for integers of thousands of digits
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f'{where}: {shorten(data)}: expected {{"prompt": ...}}')
@@ -104,7 +107,7 @@ def _prompt_line(line: str, where: str) -> PromptLine:
     return PromptLine(prompt, chat, output_len)
 
 
-def _csv_lines(path: Path) -> Iterator[TraceLine]:
+def _csv_lines(path: Path, cut: bool) -> Iterator[TraceLine]:
     # splitlines ends lines at CRLF too.
     reader = csv.reader(_read_text(path).splitlines())
     header = next(reader, [])
@@ -116,15 +119,15 @@ def _csv_lines(path: Path) -> Iterator[TraceLine]:
         where = f"{path}:{reader.line_num}"
         if len(row) != len(_CSV_COLUMNS):
             raise ConfigError(f"{where}: {row}: expected {len(_CSV_COLUMNS)} columns")
-        input_len = _length(row[1], f"{where}: ContextTokens")
-        output_len = _length(row[2], f"{where}: GeneratedTokens")
+        input_len = _length(row[1], f"{where}: ContextTokens", cut)
+        output_len = _length(row[2], f"{where}: GeneratedTokens", cut)
         yield TraceLine(_seconds(row[0], where), input_len, output_len)
 
 
-def _json_lines(path: Path) -> Iterator[TraceLine]:
+def _json_lines(path: Path, cut: bool) -> Iterator[TraceLine]:
     try:
         entries = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also for integers of thousands of digits
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: expected a list of {{prompt, max_tokens}}")
@@ -132,16 +135,25 @@ def _json_lines(path: Path) -> Iterator[TraceLine]:
         where = f"{path}: entry {index}"
         if not isinstance(entry, dict):
             raise ConfigError(f"{where}: {shorten(entry)}: expected {{prompt, max_tokens}}")
-        input_len = _length(entry.get("prompt"), f"{where}: prompt")
-        yield TraceLine(None, input_len, _length(entry.get("max_tokens"), f"{where}: max_tokens"))
+        input_len = _length(entry.get("prompt"), f"{where}: prompt", cut)
+        output_len = _length(entry.get("max_tokens"), f"{where}: max_tokens", cut)
+        yield TraceLine(None, input_len, output_len)
 
 
-def _length(value: Any, where: str) -> int:
+def _length(value: Any, where: str, cut: bool) -> int:
     is_digits = isinstance(value, str) and value.strip().isdecimal()
-    length = int(value) if is_digits or _is_int(value) else 0
+    try:
+        length = int(value) if is_digits or _is_int(value) else 0
+    except ValueError:  # thousands of digits
+        length = MAX_TOKENS + 1
     if length < 1:
-        raise ConfigError(f"{where}: {value!r}: expected a number of tokens >= 1")
-    return length
+        raise ConfigError(f"{where}: {shorten(value)}: expected a number of tokens >= 1")
+    if length > MAX_TOKENS and not cut:
+        raise ConfigError(
+            f"{where}: {shorten(value)}: expected at most {MAX_TOKENS} tokens, or over_length: "
+            "truncate"
+        )
+    return min(length, MAX_TOKENS)
 
 
 def _seconds(text: str, where: str) -> float:

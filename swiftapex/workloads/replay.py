@@ -73,6 +73,7 @@ class RequestOutcome:
     num_preemptions: int = 0
     progress: int = 0  # of `output_ids`: made up before the run, without times
     max_tokens: int | None = None  # of output that it asked for
+    truncated: bool | None = None  # prompt or output, to the model's length; None: not known
 
     @property
     def num_output(self) -> int:
@@ -117,6 +118,12 @@ class Sent:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     error: str | None = None
     request: Request | None = None
+    truncated: bool = False  # prompt or output, to the model's length
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that it has before the run: a share of what is left of its output."""
+        return int(self.item.progress * self.sampling.max_tokens)
 
 
 def replay(
@@ -171,18 +178,17 @@ def prepare(engine: Front, item: WorkItem, workload: WorkloadConfig) -> Sent:
             f"max_model_len {limit} (over_length: reject)",
         )
     output_len = min(output_len, limit - 1)
-    return Sent(
-        item, prompt[-(limit - output_len) :], replace(item.sampling, max_tokens=output_len)
-    )
+    prompt = prompt[-(limit - output_len) :]
+    return Sent(item, prompt, replace(item.sampling, max_tokens=output_len), truncated=True)
 
 
 def _resume(engine: ServingEngine, entry: Sent) -> None:
     """Puts a request in progress in place. One that does not fit beside the others, or not at all,
     is sent as a new one."""
-    if entry.item.progress and entry.error is None:
+    if entry.num_generated and entry.error is None:
         with contextlib.suppress(RequestError):
             entry.request = engine.add_in_progress(
-                entry.prompt_ids, entry.sampling, entry.item.progress
+                entry.prompt_ids, entry.sampling, entry.num_generated
             )
 
 
@@ -238,6 +244,7 @@ def _outcome(engine: ServingEngine, entry: Sent, start_s: float) -> RequestOutco
         reason,
         error=entry.error,
         max_tokens=entry.sampling.max_tokens,
+        truncated=entry.truncated,
     )
     if request is None:
         return outcome
