@@ -45,6 +45,8 @@ class PlannedPoint:
         return {
             "seed": self.plan.seed,
             "policy_args": dict(self.plan.policy_args),
+            "model": self.plan.model.model_dump(mode="json", exclude_none=True),
+            "max_model_len": self.plan.engine.max_model_len,
             "workload": workload,
             "set": dict(self.settings.get(x, {})),
         }

@@ -149,6 +149,7 @@ def _outcome(entry: Sent, answers: dict[int, Answer]) -> RequestOutcome:
     answer = answers.get(item.index, Answer("unfinished"))
     return replace(
         outcome,
+        max_tokens=entry.sampling.max_tokens,
         finish_reason=answer.finish_reason,
         output_ids=answer.output_ids,
         token_times_s=answer.token_times_s,

@@ -15,6 +15,7 @@ import yaml
 
 from swiftapex.config.load import RunPlan
 from swiftapex.core.records import IterationRecord
+from swiftapex.report.asked import asked
 from swiftapex.report.metrics import e2e_ms, summarize, tpot_ms, ttft_ms
 from swiftapex.report.snapshots import Snapshot
 from swiftapex.workloads.replay import RequestOutcome, RunLog
@@ -41,6 +42,7 @@ class RunResult:
             "policy": self.plan.policy,
             "sweep": dict(self.plan.sweep),
             "interrupted": self.log.interrupted,
+            **asked(self.log.outcomes),
             **summarize(
                 self.log,
                 workload.window,
