@@ -81,7 +81,8 @@ class ServingBench:
     def measure(self, planned: PlannedPoint) -> RunResult:
         """One run, and a few traced iterations, which are outside of its window: behind it, where
         that left requests open, and once the last request of a middle share has ended. A run that
-        is measured whole has them at its middle."""
+        is measured whole has them at its middle and later, two dozen at most: on a GPU, those are
+        launched without graphs and waited for."""
         plan = planned.plan
         if plan.peer is not None:
             self.close()  # it may need the memory
