@@ -8,7 +8,7 @@
 Figures are the files experiments/<paper>/<figure>.yaml. Exit code 0: done; 1: a point failed or was
 left out for lack of time; 2: the file is wrong. Ctrl-C and SIGTERM end the measurement, and what is
 there by then is drawn. The last line printed is the result folder; `--copy-to` puts its small files
-(figure.json, figure.png, figure.txt) somewhere else as well.
+(figure.json, figure.yaml, figure.png, figure.txt) somewhere else as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swiftapex.core.errors import ConfigError
 from swiftapex.figures.reproduce import TEXT, reproduce
 from swiftapex.figures.spec import FigureConfig, load_figure
 
-_SMALL = ("figure.json", "figure.png", TEXT)
+_SMALL = ("figure.json", "figure.yaml", "figure.png", TEXT)
 _EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 
 
@@ -40,8 +40,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figure", nargs="?", metavar="PAPER/FIGURE")
-    parser.add_argument("--quick", action="store_true", help="a few minutes on one GPU")
-    parser.add_argument("--cpu", action="store_true", help="on a CPU alone")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a few minutes on one GPU")
+    size.add_argument("--cpu", action="store_true", help="on a CPU alone")
     parser.add_argument("--list", action="store_true", help="name all figures")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="put over the file's"
@@ -62,7 +63,7 @@ def main() -> int:
             raise ConfigError(f"no figure {options.figure!r}; known: {', '.join(known)}")
         path = known[options.figure]
         figure: FigureConfig = load_figure(path, variant, options.set)
-        folder, complete = reproduce(figure, path, options.out)
+        folder, complete = reproduce(figure, path, options.out, arguments=sys.argv[1:])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

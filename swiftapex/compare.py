@@ -1,30 +1,29 @@
 """Holds two result folders against each other: `python -m swiftapex.compare A B`.
 
-Takes folders of `run_experiment` and of `scripts/reproduce.py`. Runs are matched by name and swept
-values; where each folder has one run, those two. Different workloads are refused, unless told
-otherwise: such numbers do not compare. Exit code 0: compared; 2: they cannot be.
+Takes folders of `run_experiment` and of `scripts/reproduce.py` (or of its `--copy-to`). Runs are
+matched by name and swept values, a figure's points by series and x; where each folder has one run,
+those two. Different requests are refused, unless told otherwise: such numbers do not compare; runs
+are then matched by name alone where that is clear. Exit code 0: compared; 2: they cannot be.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from swiftapex.core.errors import ConfigError
 from swiftapex.report.files import flat
 from swiftapex.report.metrics import field
+from swiftapex.report.results import UNKNOWN, Run, read_runs
 from swiftapex.report.table import text_table
-from swiftapex.report.words import label
 
 _METRICS = (
+    ("failed requests", "num_failed"),
     ("output tokens/s", "output_tokens_per_s"),
     ("requests/s", "requests_per_s"),
     ("TTFT p50, ms", "ttft_ms.p50"),
@@ -32,23 +31,12 @@ _METRICS = (
     ("TPOT p50, ms", "tpot_ms.p50"),
     ("inter-token p50, ms", "itl_ms.p50"),
     ("inter-token p99, ms", "itl_ms.p99"),
+    ("per-token latency, ms", "per_token_latency_ms.mean"),
+    ("the same as NEO has it", "per_token_latency_neo_ms.mean"),
     ("goodput, requests/s", "goodput_requests_per_s"),
     ("CPU token share", "cpu_token_share"),
     ("tokens/J, GPU", "tokens_per_j.gpu"),
 )
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a folder: its summary, and what was sent to it."""
-
-    summary: Mapping[str, Any]
-    requests: Mapping[str, Any]  # workload and seed
-    model: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        return label(self.summary)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,78 +60,109 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compare(first: Path, second: Path, different_workloads: bool = False) -> str:
     """The comparison as text. ConfigError where a folder holds no results, no run matches, or a
     pair of runs had other requests."""
-    pairs, alone = _pairs(_runs(first), _runs(second))
+    one, other = read_runs(first), read_runs(second)
+    pairs, alone = _pairs(one, other, different_workloads)
     if not pairs:
-        raise ConfigError(f"{first} and {second} have no run in common: {', '.join(alone)}")
+        raise ConfigError(_nothing_in_common(first, second, one, other, different_workloads))
     lines = [f"A: {first}", f"B: {second}", *_differences(first, second), ""]
     for a, b in pairs:
-        other = list(_other_requests(a, b))
-        if other and not different_workloads:
+        differences = list(_other_requests(a, b))
+        if differences and not different_workloads:
             raise ConfigError(
-                f"run {a.label} had other requests in A than in B ({'; '.join(other)}): compare "
-                "them with --different-workloads"
+                f"run {a.label} had other requests in A than in B ({'; '.join(differences)}): "
+                "compare them with --different-workloads"
             )
         lines += [f"{a.label}" if a.label == b.label else f"{a.label} (A), {b.label} (B)"]
-        lines += [f"Other requests: {'; '.join(other)}."] if other else []
+        lines += [f"Other requests: {'; '.join(differences)}."] if differences else []
         lines += [text_table(list(_rows(a, b))), *_same_tokens(a, b), ""]
     lines += [f"In one of them only: {', '.join(alone)}."] if alone else []
     return "\n".join(lines).rstrip()
 
 
-def _runs(folder: Path) -> dict[str, Run]:
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no summary.json of an experiment: {error}") from error
-    runs = {}
-    for run in summary["runs"]:
-        settings = yaml.safe_load((folder / run["folder"] / "run.yaml").read_text("utf-8"))
-        requests = {"seed": settings["seed"], **_workload(settings["workload"])}
-        found = Run(run, requests, settings["model"])
-        runs[found.label] = found
-    return runs
-
-
-def _workload(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the names of files, where they can be told by what is in them, and without what is
-    done with the answers."""
-    kept = {key: value for key, value in settings.items() if key not in ("window", "slo")}
-    path = settings.get("path")
-    if path is not None and Path(path).is_file():
-        kept["path"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return kept
-
-
 def _pairs(
-    first: Mapping[str, Run], second: Mapping[str, Run]
+    first: Mapping[str, Run], second: Mapping[str, Run], by_name: bool
 ) -> tuple[list[tuple[Run, Run]], list[str]]:
-    """Runs that belong together, and the labels of the others."""
+    """Runs that belong together, and the labels of the others. `by_name`: runs whose swept values
+    have no counterpart go with the only one of their name."""
     if len(first) == len(second) == 1:
         (one,), (other,) = first.values(), second.values()
         return [(one, other)], []
-    both = [name for name in first if name in second]
-    alone = [name for name in (*first, *second) if name not in both]
-    return [(first[name], second[name]) for name in both], alone
+    pairs = [(first[name], second[name]) for name in first if name in second]
+    if by_name:
+        left = [run for run in first.values() if run.label not in second]
+        right = [run for run in second.values() if run.label not in first]
+        for name in dict.fromkeys(run.name for run in left):
+            mine, theirs = _named(left, name), _named(right, name)
+            if 1 in (len(mine), len(theirs)):
+                pairs += itertools.product(mine, theirs)
+    paired = {run.label for pair in pairs for run in pair}
+    return pairs, [name for name in (*first, *second) if name not in paired]
+
+
+def _named(runs: Iterable[Run], name: str) -> list[Run]:
+    return [run for run in runs if run.name == name]
+
+
+def _nothing_in_common(
+    first: Path,
+    second: Path,
+    one: Mapping[str, Run],
+    other: Mapping[str, Run],
+    by_name: bool,
+) -> str:
+    text = f"{first} and {second} have no run in common: {', '.join((*one, *other))}"
+    names = dict.fromkeys(run.name for run in one.values() if _named(other.values(), run.name))
+    if not names:
+        return text
+    if not by_name:
+        return f"{text}; --different-workloads goes by name alone: {', '.join(names)}"
+    counts = "; ".join(
+        f"{name} stands for {len(_named(one.values(), name))} settings in A and for "
+        f"{len(_named(other.values(), name))} others in B"
+        for name in names
+    )
+    return f"{text}. By name there is no telling which belong together: {counts}"
 
 
 def _other_requests(a: Run, b: Run) -> Iterator[str]:
+    if UNKNOWN in (a.requests, b.requests):
+        which = [side for side, run in (("A", a), ("B", b)) if run.requests == UNKNOWN]
+        yield f"the settings are not in the figure.json of {' and '.join(which)}"
+        return
     for key in dict.fromkeys((*a.requests, *b.requests)):
         one, other = a.requests.get(key), b.requests.get(key)
         if one != other:
             yield f"{key}: {one} and {other}"
-    models = [run.model["path"] or run.model["architecture"] for run in (a, b)]
-    if models[0] != models[1]:  # its tokenizer, or its vocabulary, makes the requests
-        yield f"model: {models[0]} and {models[1]}"
+    hashes = [run.numbers.get("requests_sha256") for run in (a, b)]
+    if None in hashes:
+        if a.max_model_len != b.max_model_len:
+            yield f"max_model_len: {a.max_model_len} and {b.max_model_len}"
+    elif hashes[0] != hashes[1]:
+        yield f"asked for, after over_length: {_asked(a)} and {_asked(b)}"
+
+
+def _asked(run: Run) -> str:
+    sums = run.numbers["asked"]
+    prompts, outputs, refused = (sums[key] for key in ("prompt_tokens", "output_tokens", "refused"))
+    return f"{prompts} prompt and {outputs} output tokens, {refused} requests refused"
 
 
 def _rows(a: Run, b: Run) -> Iterator[tuple[str, ...]]:
     yield "metric", "A", "B", "B against A"
-    for name, metric in _METRICS:
-        one, other = field(a.summary, metric), field(b.summary, metric)
+    for name, metric in _METRICS if "output_tokens_per_s" in a.numbers else _of_kernel(a):
+        one, other = field(a.numbers, metric), field(b.numbers, metric)
         if one is None and other is None:
             continue
         change = "-" if not one or other is None else f"{100 * (other / one - 1):+.1f} %"
         yield name, _number(one), _number(other), change
+
+
+def _of_kernel(run: Run) -> list[tuple[str, str]]:
+    return [(key, key) for key, value in run.numbers.items() if key != "x" and _is_number(value)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def _number(value: float | None) -> str:
@@ -151,7 +170,7 @@ def _number(value: float | None) -> str:
 
 
 def _same_tokens(a: Run, b: Run) -> Iterator[str]:
-    hashes = a.summary.get("outputs_sha256"), b.summary.get("outputs_sha256")
+    hashes = a.numbers.get("outputs_sha256"), b.numbers.get("outputs_sha256")
     if None not in hashes:
         yield "The same tokens." if hashes[0] == hashes[1] else "Not the same tokens."
 
@@ -166,11 +185,14 @@ def _differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def _environment(folder: Path) -> Mapping[str, Any]:
-    try:
-        found: Mapping[str, Any] = json.loads((folder / "environment.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found
+    """Of a copy of a figure's small files, the one in figure.json."""
+    for name, key in (("environment.json", None), ("figure.json", "environment")):
+        try:
+            found = json.loads((folder / name).read_text("utf-8"))
+            return dict(found if key is None else found[key])
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return {}
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ from typing import Any
 
 class FakeOpenAI(ThreadingHTTPServer):
     """`per_chunk`: tokens in a chunk. `tells_ids`: as vLLM does where asked. `short_by`: tokens
-    less than asked for. `refuses`: answers every completion with HTTP 400."""
+    less than asked for. `refuses`: answers every completion with HTTP 400. `choice`: put over each
+    chunk's; `usage`: the count of tokens that is told."""
 
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, port: int = 0, **behaviour: Any) -> None:
         defaults = {"pace_s": 0.0, "per_chunk": 1, "tells_ids": False, "short_by": 0}
-        self.behaviour = defaults | {"refuses": False} | behaviour
+        self.behaviour = defaults | {"refuses": False, "choice": {}, "usage": None} | behaviour
         self.received: list[dict[str, Any]] = []
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -63,8 +64,9 @@ class _Handler(BaseHTTPRequestHandler):
                 choice = {"text": "".join(f" {i}" for i in chunk), "index": 0}
                 choice |= {"finish_reason": "length" if is_last else None}
                 choice |= {"token_ids": chunk} if b["tells_ids"] else {}
-                self._event({"choices": [choice]})
-            self._event({"choices": [], "usage": {"completion_tokens": count}})
+                self._event({"choices": [choice | b["choice"]]})
+            usage = count if b["usage"] is None else b["usage"]
+            self._event({"choices": [], "usage": {"completion_tokens": usage}})
             self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, event: dict[str, Any]) -> None:

@@ -27,7 +27,13 @@ def folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs an experiment; its folder. An iteration of its engines takes `step_s` seconds."""
     count = 0
 
-    def run(*assignments: str, runs: str = TWO, prompts: str = "a b\nc", step_s: float = 0) -> Path:
+    def run(
+        *assignments: str,
+        runs: str = TWO,
+        prompts: str = "a b\nc",
+        step_s: float = 0,
+        max_model_len: int = 1000,
+    ) -> Path:
         nonlocal count
         count += 1
         path = tmp_path / f"exp{count}.yaml"
@@ -36,7 +42,7 @@ def folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         path.write_text(EXPERIMENT.format(runs=runs, prompts=f"{count}.jsonl"))
         settings = [word for text in assignments for word in ("--set", text)]
         arguments = [str(path), *settings, "--out", str(tmp_path / "out")]
-        run_experiment(arguments, lambda plan, trace: FakeEngine(step_s=step_s))  # type: ignore[arg-type, return-value]
+        run_experiment(arguments, lambda plan, trace: FakeEngine(max_model_len, step_s=step_s))  # type: ignore[arg-type, return-value]
         return Path(capsys.readouterr().out.splitlines()[-1])
 
     return run
@@ -88,4 +94,106 @@ def test_runs_are_matched_by_name(folders: Any, capsys: Any) -> None:
 
 def test_folders_without_results(tmp_path: Path, folders: Any, capsys: Any) -> None:
     assert main([str(tmp_path), str(folders())]) == 2
-    assert "no summary.json" in capsys.readouterr().err
+    assert "neither summary.json nor figure.json" in capsys.readouterr().err
+    for text, message in (
+        ("{}", "not results of this package: KeyError('runs')"),
+        ("[1]", "not results of this package"),
+        ("{", "not readable"),
+        ('{"runs": []}', "holds no run that ended"),
+    ):
+        (tmp_path / "summary.json").write_text(text)
+        assert main([str(folders()), str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err
+    whole, lacking = folders(), folders()
+    (lacking / "one" / "run.yaml").unlink()
+    assert main([str(whole), str(lacking)]) == 2
+    assert "run.yaml: not readable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("over_length", ["truncate", "reject"])
+def test_requests_that_an_engine_cut_are_other_requests(
+    folders: Any, capsys: Any, over_length: str
+) -> None:
+    """The settings are the same; how long a request may be is the engine's."""
+    policy = f"workload.over_length={over_length}"
+    a, b = folders(policy), folders(policy, max_model_len=7)
+    assert main([str(a), str(b)]) == 2
+    error = capsys.readouterr().err
+    asked = "2 prompt and 12 output tokens, 0" if over_length == "truncate" else "1 prompt and 6"
+    assert "asked for, after over_length: 3 prompt and 12 output tokens, 0 requests" in error
+    assert f"and {asked}" in error
+    assert main([str(a), str(b), "--different-workloads"]) == 0
+    assert main([str(a), str(folders(policy, max_model_len=8))]) == 0  # it fits
+
+
+def test_results_that_do_not_tell_what_was_asked_for(folders: Any, capsys: Any) -> None:
+    """Those of older versions: the setting of the length stands for it."""
+    a, b, c = folders(), folders(), folders("engine.max_model_len=500")
+    for folder in (a, b, c):
+        summary = json.loads((folder / "summary.json").read_text())
+        for run in summary["runs"]:
+            del run["requests_sha256"]
+        (folder / "summary.json").write_text(json.dumps(summary))
+    assert main([str(a), str(b)]) == 0
+    assert main([str(a), str(c)]) == 2
+    assert "max_model_len: auto and 500" in capsys.readouterr().err
+
+
+def test_a_sweep_against_one_setting_goes_by_name(folders: Any, capsys: Any) -> None:
+    lone = folders()
+    sweep, other = (
+        folders(f"sweep={{workload.output_len: {lens}}}") for lens in ("[3, 6]", "[4, 5]")
+    )
+    assert main([str(lone), str(sweep)]) == 2
+    assert "--different-workloads goes by name alone: one, two" in capsys.readouterr().err
+    assert main([str(lone), str(sweep), "--different-workloads"]) == 0
+    text = capsys.readouterr().out
+    for pair in ("one (A), one (output_len=3) (B)", "two (A), two (output_len=6) (B)"):
+        assert pair in text
+    assert main([str(sweep), str(other), "--different-workloads"]) == 2
+    error = capsys.readouterr().err
+    assert "no telling which belong together: one stands for 2 settings in A and for 2" in error
+
+
+def figure(folder: Path, factor: float, **kernels: Any) -> Path:
+    """A figure of kernels as `reproduce.py --copy-to` leaves it."""
+    settings = dict.fromkeys(("measure", "q_heads", "kv_heads", "head_dim", "num_layers"), 1)
+    points = [
+        {"series": side, "x": x, "settings": {}, "us": factor * x, "gb_per_s": 7.0}
+        for side in ("cpu", "gpu")
+        for x in (1, 4)
+    ]
+    document = {
+        "kernels": {**settings, "context": 1024, **kernels},
+        "points": points,
+        "environment": {"cpu": {"model": f"a CPU of {factor}"}},
+    }
+    folder.mkdir()
+    (folder / "figure.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_figures_of_kernels_are_compared_point_by_point(tmp_path: Path, capsys: Any) -> None:
+    a, b = figure(tmp_path / "a", 10), figure(tmp_path / "b", 15)
+    assert main([str(a), str(b)]) == 0
+    text = capsys.readouterr().out
+    assert "cpu.model: a CPU of 10 (A), a CPU of 15 (B)" in text
+    section = next(part for part in text.split("\n\n") if part.startswith("gpu (x=4)"))
+    row = next(line for line in section.splitlines() if line.startswith("us"))
+    assert row.split() == ["us", "40", "60", "+50.0", "%"]
+    assert text.count("gb_per_s") == 4
+    longer = figure(tmp_path / "c", 10, context=2048)
+    assert main([str(a), str(longer)]) == 2
+    assert "context: 1024 and 2048" in capsys.readouterr().err
+
+
+def test_a_figure_that_does_not_say_its_settings(tmp_path: Path, capsys: Any) -> None:
+    a, b = figure(tmp_path / "a", 10), figure(tmp_path / "b", 15)
+    for folder in (a, b):
+        document = json.loads((folder / "figure.json").read_text())
+        del document["kernels"]
+        (folder / "figure.json").write_text(json.dumps(document))
+    assert main([str(a), str(b)]) == 2
+    assert "the settings are not in the figure.json of A and B" in capsys.readouterr().err
+    assert main([str(a), str(b), "--different-workloads"]) == 0
+    assert "gpu (x=4)" in capsys.readouterr().out

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_engine import FakeEngine
 
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.request import FinishReason
+from swiftapex.core.trace import TraceRecorder
 from swiftapex.figures.draw import draw
 from swiftapex.figures.notes import notes
 from swiftapex.figures.points import Point, compare, curve
@@ -197,6 +201,95 @@ def test_a_figure_is_measured_drawn_and_written(path: Path, tmp_path: Path, caps
     )
 
 
+def test_a_point_says_what_it_was_measured_with(
+    path: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    own = (
+        "points=[{x: 1, set: {seed: 3}}, "
+        "{x: 2, set: {seed: 3}, per_run: {b: {seed: 4, workload.window.middle: .5}}}]"
+    )
+    figure = load_figure(path, assignments=[own])
+    factory: Any = lambda plan, trace: ReusedEngine()  # noqa: E731
+    folder, _ = reproduce(figure, path, tmp_path / "out", factory, ["paper/fig1", "--quick"])
+    document = json.loads((folder / "figure.json").read_text())
+    settings = {(p["series"], p["x"]): p["settings"] for p in document["points"]}
+    assert {key: value["seed"] for key, value in settings.items()} == {
+        ("a", 1): 3, ("a", 2): 3, ("b", 1): 3, ("b", 2): 4,
+    }  # fmt: skip
+    assert settings["b", 2]["set"] == {"seed": 4, "workload.window.middle": 0.5}
+    assert settings["b", 2]["workload"]["window"]["middle"] == 0.5
+    assert settings["a", 2]["workload"]["warm_start"] is False
+    environment = document["environment"]
+    assert environment["arguments"] == ["paper/fig1", "--quick"]
+    assert datetime.fromisoformat(environment["started"]) <= datetime.now().astimezone()
+    assert environment["cuda_visible_devices"] == "" and environment["gpus_used"] == []
+    assert environment["sources"]["version"] and len(environment["sources"]["code"]) == 16
+
+
+@pytest.mark.parametrize("window", ["{middle: 0.4}", "null"])
+def test_a_run_that_leaves_nothing_open_is_traced_too(
+    path: Path, tmp_path: Path, window: str
+) -> None:
+    """Behind the window of a middle share; at the middle of a run that is measured whole."""
+    traces: list[TraceRecorder] = []
+    traced: list[tuple[int, int]] = []
+
+    class Traced(ReusedEngine):
+        def step(self) -> Any:
+            (trace,) = traces
+            trace.begin_iteration(len(self.iterations))
+            trace.tag("sequential")
+            now_s = time.perf_counter()
+            trace.span("GPU", "pre_attn", now_s, now_s + 1e-5, layer=0)
+            if trace.active:
+                done = sum(request.finish_reason is not None for request in self.added)
+                traced.append((len(self.iterations), done))
+            return super().step()
+
+    def factory(plan: object, trace: TraceRecorder) -> Any:
+        traces.append(trace)
+        return Traced()
+
+    # 20 requests that end one after the other
+    lengths = "experiment.workload={kind: synthetic, num_requests: 20, input_len: 4, " + (
+        f"output_len: {{mean: 200, spread: 0.9}}, window: {window}}}"
+    )
+    one = ["points=[{x: 1}]", "runs=[{name: a, policy: gpu_only}]", lengths]
+    folder, complete = reproduce(
+        load_figure(path, assignments=one), path, tmp_path / "out", factory
+    )
+    assert complete and traced
+    first_done = traced[0][1]
+    assert first_done >= (14 if window != "null" else 10)
+    assert all(done >= first_done for _, done in traced)
+    report = (folder / "report.html").read_text()
+    assert report.count('class="pipeline"') == 1
+    events = json.loads((folder / "a__0" / "trace.json").read_text())["traceEvents"]
+    assert any(event["name"] == "pre_attn" for event in events)
+
+
+def test_a_figure_for_a_gpu_is_refused_at_once_without_one(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    for name in ("apex/fig3", "apex/fig6a"):
+        file = ROOT / "experiments" / f"{name}.yaml"
+        with pytest.raises(ConfigError, match=r"device cuda: no GPU here; --cpu"):
+            reproduce(load_figure(file), file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_known_at_all_places_is_said(path: Path) -> None:
+    found = points((100, 200), (150, 180))
+    lacking = [Point(p.series, p.x, {**p.values, "ttft_ms": {"p50": p.x if p.x == 4 else None}})
+               for p in found]  # fmt: skip
+    gain = (
+        "reported=[{what: w, value: 1, source: s, measured: {of: b, over: a, metric: ttft_ms.p50}}]"
+    )
+    (row,) = paper_against_measured(compare(load_figure(path, assignments=[gain]), lacking))[1:]
+    assert row[2] == "+0 % (1 of 2 points)"
+
+
 def test_what_stands_under_a_figure(path: Path) -> None:
     cuts = [
         "experiment.model.num_layers=2",
@@ -207,7 +300,10 @@ def test_what_stands_under_a_figure(path: Path) -> None:
     ]
     figure = load_figure(path, "small", cuts)
     plans = [point.plan for point in plan_points(figure, path)]
-    environment = {"cpu": {"model": "a CPU", "usable_threads": 3}, "gpus": ["a GPU, 1.2, 9 MiB"]}
+    environment = {
+        "cpu": {"model": "a CPU", "usable_threads": 3},
+        "gpus_used": ["1: a GPU, 1.2, 9 MiB"],
+    }
     assert list(notes(figure, plans, environment)) == [
         "Here: smaller.",
         "Settings: tiny cut to 2 layers, auto, dummy weights; device cuda, 4096 tokens of KV on "
@@ -276,6 +372,10 @@ def test_every_file_is_valid_in_all_its_variants(file: Path) -> None:
             assert where is None or {where.of, where.over} - {None} <= names
         if variant == "quick":
             assert figure.budget_s <= 300
+            if figure.experiment is not None:  # a point may begin just before the budget's end
+                windows = [p.plan.workload.window for p in plan_points(figure, file)]
+                last_s = max(w.warmup_s + (w.measure_s or 0) for w in windows if w)
+                assert figure.budget_s + last_s + 20 <= 300
         if figure.experiment is not None:
             planned = plan_points(figure, file)
             devices = {p.plan.engine.device for p in planned}
@@ -322,7 +422,14 @@ def test_the_command_names_what_it_knows_and_copies_what_is_small(tmp_path: Path
     less = ["--set", "kernels.batches=[1]", "--set", "kernels.seconds=0.01"]
     subprocess.run([*script, "apex/fig3", *few, *less], capture_output=True, check=True)
     assert {file.name for file in (tmp_path / "few").iterdir()} == {
-        "figure.json", "figure.png", "figure.txt",
+        "figure.json", "figure.yaml", "figure.png", "figure.txt",
     }  # fmt: skip
+    document = json.loads((tmp_path / "few" / "figure.json").read_text())
+    assert document["environment"]["arguments"] == ["apex/fig3", *few, *less]
+    assert document["kernels"]["batches"] == [1]
+    both = subprocess.run(
+        [*script, "apex/fig3", "--cpu", "--quick"], capture_output=True, text=True
+    )
+    assert both.returncode == 2 and "not allowed with" in both.stderr
     wrong = subprocess.run([*script, "apex/fig99"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and "apex/fig9" in wrong.stderr

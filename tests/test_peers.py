@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from fake_openai import serving
 from swiftapex.config.load import expand_experiment
 from swiftapex.core.errors import ConfigError, EngineError
 from swiftapex.peers.run import measure_peer
+from swiftapex.report.files import write_run
 from swiftapex.run_experiment import check_runs, main
 from swiftapex.workloads.build import build_workload
 
@@ -132,6 +135,104 @@ def test_a_command_serves_the_workload_itself(tmp_path: Path) -> None:
     assert summary["tpot_ms"]["p50"] == pytest.approx(250)
     with pytest.raises(EngineError, match="ended with 1"):
         measured({"command": [sys.executable, "-c", "raise SystemExit(1)"]})
+
+
+ANSWERS = """
+import json, sys
+with open(sys.argv[2], "w") as results:
+    for line in open(sys.argv[1]):
+        r = json.loads(line)
+        times = [r["arrival_s"] + 0.5 + 0.25 * i for i in range(r["max_tokens"])]
+        fields = {"index": r["index"], "token_times_s": times, "output_ids": [1] * len(times)}
+        if r["index"] == 2:
+            fields.update(eval(sys.argv[3]))
+        print(json.dumps(fields), file=results)
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ("token_times_s=times[:-1] + [float('nan')]", "token_times_s: .*nan"),
+        ("token_times_s=times[:-1] + [float('inf')]", "token_times_s: .*inf"),
+        ("token_times_s=times[:-1] + [10 ** 400]", "token_times_s: .*finite"),
+        ("token_times_s=times[:-1] + ['9']", "token_times_s: .*finite"),
+        ("token_times_s=times[::-1]", "token_times_s: .* ascending"),
+        ("token_times_s=[t - 100 for t in times]", "token_times_s: -99.5 s is before the arrival"),
+        ("token_times_s=7", "token_times_s: 7: expected a list"),
+        ("token_times_s=[], output_ids=[], finish_reason='stop'", "token_times_s: empty"),
+        ("token_times_s=None, finish_reason='stop'", "token_times_s: empty"),
+        ("finish_reason='banana'", "finish_reason: 'banana': expected stop or length"),
+        ("output_ids=[1, 2]", "output_ids: 2 ids for 7 token_times_s"),
+        ("output_ids=[1.5] * 7", "output_ids: .*expected a list of token ids"),
+        ("output_ids=[2 ** 31] * 7", "output_ids: .*expected a list of token ids"),
+        ("text=3", "text: 3: expected a text"),
+    ],
+)
+def test_a_wrong_answer_is_its_requests_error(tmp_path: Path, changed: str, named: str) -> None:
+    (tmp_path / "engine.py").write_text(ANSWERS)
+    command = [sys.executable, str(tmp_path / "engine.py"), "{requests}", "{results}"]
+    result = measured({"command": [*command, f"dict({changed})"]})
+    errors = {o.index: o.error for o in result.log.outcomes if o.error}
+    assert list(errors) == [2]
+    assert re.match(f"request 2: {named}", errors[2] or "")
+    summary = result.summary()
+    assert (summary["num_failed"], summary["output_tokens"]) == (1, 35)
+    write_run(tmp_path, result)
+    text = (tmp_path / "requests.jsonl").read_text() + json.dumps(summary)
+    assert "NaN" not in text and "Infinity" not in text
+
+
+def test_optional_fields_may_be_null(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(ANSWERS)
+    command = [sys.executable, str(tmp_path / "engine.py"), "{requests}", "{results}"]
+    nulls = "dict(output_ids=None, text=None, finish_reason=None, error=None)"
+    result = measured({"command": [*command, nulls]})
+    assert all(o.completed for o in result.log.outcomes)
+    assert result.log.outcomes[2].output_ids == () and result.log.outcomes[2].text == ""
+    summary = result.summary()
+    assert summary["output_tokens"] == 42 and summary["outputs_sha256"] is None
+
+
+def test_lines_that_are_no_requests_cost_only_what_they_are_of(tmp_path: Path) -> None:
+    right, double = (
+        json.dumps({"index": index, "token_times_s": [1, 2, 3, 4, 5, 6, 7]}) for index in (3, 4)
+    )
+    text = "\n".join(["hello", '{"index": 99}', right, double, double])
+    code = f"import sys; open(sys.argv[1], 'w').write({text!r})"
+    outcomes = measured({"command": [sys.executable, "-c", code, "{results}"]}).log.outcomes
+    assert [o.completed for o in outcomes] == [False, False, False, True, False, False]
+    assert "no result" in (outcomes[0].error or "") and "line 1" in (outcomes[0].error or "")
+    assert outcomes[4].error == "request 4: index: 2 results have it"
+
+
+def test_a_command_that_hangs_or_is_missing(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    hangs = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"]
+    with pytest.raises(EngineError, match=r"not ended 1 s \(peer.timeout_s\)"):
+        measured({"command": hangs, "timeout_s": 1.0})
+    assert time.perf_counter() - began < 30
+    child = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    while child.exists() and child.read_text().split()[2] != "Z":  # gone with what started it
+        assert time.perf_counter() - began < 30
+    for url in ({}, {"url": "http://127.0.0.1:1/v1"}):
+        with pytest.raises(EngineError, match=r"no/such/program cannot be started"):
+            measured({"command": ["no/such/program"], **url})
+
+
+def test_a_server_whose_answers_are_malformed() -> None:
+    for usage in (float("nan"), -1, 3.5, "7", 10**12):
+        with serving(usage=usage) as server:
+            outcomes = measured({"url": server.url}, num_requests=2).log.outcomes
+        assert all(o.failed and not o.token_times_s for o in outcomes), usage
+    for choice, named in (
+        ({"finish_reason": "abort"}, "request 0: finish_reason: 'abort'"),
+        ({"token_ids": [0.5]}, "request 0: output_ids: "),
+        ({"text": 5}, "TypeError"),
+    ):
+        with serving(choice=choice) as server:
+            outcomes = measured({"url": server.url}, num_requests=2).log.outcomes
+        assert named in (outcomes[0].error or "") and all(o.failed for o in outcomes)
 
 
 def test_peers_stand_in_one_report(tmp_path: Path, capsys: Any) -> None:

@@ -32,7 +32,7 @@ from swiftapex.report.metrics import DEFINITIONS, outputs_sha256, percentile, su
 from swiftapex.report.snapshots import Snapshot
 from swiftapex.report.table import duration, results_table
 from swiftapex.report.warnings import warnings
-from swiftapex.report.words import fastest, verdicts, what_happened, why
+from swiftapex.report.words import fastest, short_labels, verdicts, what_happened, why
 from swiftapex.workloads.energy import EnergyUse
 from swiftapex.workloads.meter import BusySpan
 from swiftapex.workloads.replay import RequestOutcome, RunLog
@@ -286,6 +286,22 @@ def test_report_is_one_file_with_plots_samples_and_definitions(tmp_path: Path) -
         assert expected in text
     for term in DEFINITIONS:
         assert f"<code>{term}</code>" in text
+
+
+def test_long_names_are_short_in_plots_and_whole_in_tables(tmp_path: Path) -> None:
+    names = ["a" * 99 + end for end in "xyz"] + ["a" * 49 + "b" * 2 + "a" * 48 + "x", "short"]
+    shown = short_labels(names)
+    assert shown[-1] == "short" and len(set(shown)) == 5
+    assert all(len(text) <= 30 for text in shown)
+    assert shown[0] == "a" * 14 + "\N{HORIZONTAL ELLIPSIS}" + "a" * 14 + "x"
+    assert shown[3].endswith(" #2")  # its ends are those of the first
+    path = tmp_path / "report.html"
+    write_report(path, "example", "", [result(name) for name in names[:2]], {}, {}, "")
+    text = path.read_text(encoding="utf-8")
+    svgs = [part.partition("</svg>")[0] for part in text.split("<svg")[1:]]
+    assert any(shown[1] in svg for svg in svgs)
+    assert not any(names[0] in svg for svg in svgs)
+    assert f"<td>{names[0]}</td>" in text
 
 
 def test_report_without_results(tmp_path: Path) -> None:

@@ -269,7 +269,8 @@ class PeerConfig(Section):
     answers); without `url` it serves the workload itself, see `peers/command.py`.
 
     `model`: its name there (null: the first that the server lists). `extra`: put into every
-    request; `ignore_eos` is vLLM's word for forced lengths. `timeout_s`: without any answer.
+    request; `ignore_eos` is vLLM's word for forced lengths. `timeout_s`: of a server,
+    without any answer; of a command that serves the workload, from the last arrival to its end.
     """
 
     url: str | None = None

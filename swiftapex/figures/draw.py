@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from swiftapex.figures.points import Point, curve, series_of, unsteady
 from swiftapex.figures.spec import FigureConfig, X
+from swiftapex.report.words import short_labels
 
 _SIZE = (7.0, 4.2)  # inches
 _DPI = 150
@@ -57,6 +58,7 @@ def _lines(
     that are `off` a steady state are hollow."""
     numeric = all(not isinstance(x, str) for x in xs)
     at = {x: float(x) if numeric else float(index) for index, x in enumerate(xs)}
+    labels = _labels(figure, curves)
     for index, (series, mine) in enumerate(curves.items()):
         marker = _MARKERS[index % len(_MARKERS)]
         (line,) = axes.plot(
@@ -64,7 +66,7 @@ def _lines(
             list(mine.values()),
             marker=marker,
             markersize=4,
-            label=figure.label(series),
+            label=labels[index],
         )
         hollow = [x for x in mine if x in off[series]]
         axes.plot(
@@ -79,7 +81,7 @@ def _lines(
     if numeric and figure.x.log:
         axes.set_xscale("log", base=2)
     if not numeric or len(xs) < 12:
-        axes.set_xticks(list(at.values()), [str(x) for x in xs])
+        axes.set_xticks(list(at.values()), short_labels(list(map(str, xs)), 16))
         axes.minorticks_off()
     return {series: at for series in curves}
 
@@ -94,18 +96,23 @@ def _bars(
     """A group of bars for each x; pale and with a star where they are `off` a steady state."""
     width = 0.8 / max(1, len(curves))
     places = {}
+    labels = _labels(figure, curves)
     for index, (series, mine) in enumerate(curves.items()):
         shift = (index - (len(curves) - 1) / 2) * width
         places[series] = {x: xs.index(x) + shift for x in xs}
         at = [places[series][x] for x in mine]
-        bars = axes.bar(at, list(mine.values()), 0.92 * width, label=figure.label(series))
+        bars = axes.bar(at, list(mine.values()), 0.92 * width, label=labels[index])
         stars = ["*" if x in off[series] else "" for x in mine]
         for bar, star in zip(bars, stars, strict=True):
             bar.set_alpha(0.45 if star else 1.0)
         texts = [_short(bar.get_height()) + star for bar, star in zip(bars, stars, strict=True)]
         axes.bar_label(bars, texts, fontsize=6, padding=1)
-    axes.set_xticks(range(len(xs)), [str(x) for x in xs])
+    axes.set_xticks(range(len(xs)), short_labels(list(map(str, xs)), 16))
     return places
+
+
+def _labels(figure: FigureConfig, curves: Iterable[str]) -> list[str]:
+    return short_labels([figure.label(series) for series in curves])
 
 
 def _short(number: float) -> str:

@@ -33,10 +33,11 @@ def notes(
 
 
 def _machine(environment: Mapping[str, Any], sm_count: int | None) -> str:
-    cpu, gpus = environment["cpu"], environment["gpus"]
+    cpu, gpus = environment["cpu"], environment["gpus_used"]
     parts = [f"{cpu['model']}, {cpu['usable_threads']} threads"]
     if gpus:
-        parts.insert(0, str(gpus[0]).split(",")[0])
+        name = str(gpus[0]).partition(": ")[2].split(",")[0]
+        parts.insert(0, f"{len(gpus)} x {name}" if len(gpus) > 1 else name)
     if gpus and sm_count is not None:
         emulated = f"{sm_count} multiprocessors of this large GPU stand for a small one"
         parts.append(f"{emulated}, whose copies and caches are the large one's")

@@ -8,12 +8,13 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from swiftapex.core.errors import SwiftapexError
+from swiftapex.core.errors import ConfigError, SwiftapexError
 from swiftapex.figures.draw import draw, save
 from swiftapex.figures.notes import notes
 from swiftapex.figures.points import OFF_BALANCE, Point, compare
@@ -21,7 +22,7 @@ from swiftapex.figures.serving import PlannedPoint, ServingBench, plan_points
 from swiftapex.figures.spec import FigureConfig
 from swiftapex.figures.tables import measured_points, paper_against_measured
 from swiftapex.measure import EngineFactory, make_engine
-from swiftapex.report.environment import describe_environment
+from swiftapex.report.environment import describe_environment, gpus_of
 from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
 from swiftapex.report.html import FigureSection, write_report
 from swiftapex.report.plots import figure_svg
@@ -43,15 +44,28 @@ class Measured:
 
 
 def reproduce(
-    figure: FigureConfig, path: Path, out: Path, factory: EngineFactory = make_engine
+    figure: FigureConfig,
+    path: Path,
+    out: Path,
+    factory: EngineFactory = make_engine,
+    arguments: Sequence[str] = (),
 ) -> tuple[Path, bool]:
-    """The folder of the results, and whether every point is in them. `path`: the figure's file.
+    """The folder of the results, and whether every point is in them. `path`: the figure's file;
+    `arguments`: of the command, for the record.
 
-    ConfigError, before anything is measured, where the file is wrong.
+    ConfigError, before anything is measured, where the file is wrong or this machine lacks the
+    device.
     """
     planned = [] if figure.experiment is None else plan_points(figure, path)
+    num_gpus = _num_gpus(figure, planned)
+    if num_gpus and factory is make_engine:
+        _check_gpu()
     folder = create_folder(out, figure.figure.replace("/", "-"))
-    environment = describe_environment()
+    environment = describe_environment() | {
+        "arguments": list(arguments),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    environment["gpus_used"] = gpus_of(environment, num_gpus)
     measured = Measured()
     begin = time.perf_counter()
     try:
@@ -70,6 +84,23 @@ def reproduce(
     _write(figure, folder, environment, lines, measured)
     complete = not (measured.failures or measured.left_out or measured.interrupted)
     return folder, complete
+
+
+def _num_gpus(figure: FigureConfig, planned: Sequence[PlannedPoint]) -> int:
+    """How many GPUs a figure's points take at most; peers see to theirs."""
+    if figure.kernels is not None:
+        return int(figure.kernels.device == "cuda")
+    engines = [point.plan.engine for point in planned if point.plan.peer is None]
+    return max((e.tensor_parallel_size for e in engines if e.device == "cuda"), default=0)
+
+
+def _check_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device cuda: no GPU here; --cpu measures a small variant on the processor"
+        )
 
 
 def _measure_kernels(figure: FigureConfig, measured: Measured, begin: float) -> None:
@@ -136,7 +167,8 @@ def _keep(
         bench.close()
         return
     measured.results.append(result)
-    measured.points += [Point(point.series, x, result.summary()) for x in point.xs]
+    summary = result.summary()
+    measured.points += [Point(point.series, x, summary, point.settings_at(x)) for x in point.xs]
     if log.interrupted:
         raise KeyboardInterrupt
 
@@ -168,6 +200,7 @@ def _write(
         "left_out": measured.left_out,
         "failures": measured.failures,
         "interrupted": measured.interrupted,
+        "kernels": None if figure.kernels is None else figure.kernels.model_dump(mode="json"),
         "environment": environment,
         "paper_against_measured": [
             {
@@ -175,12 +208,16 @@ def _write(
                 "reported": c.reported.value,
                 "measured": c.measured,
                 "is_steady": c.is_steady,
+                "places": c.places,
                 "unit": c.reported.unit,
                 "source": c.reported.source,
             }
             for c in comparisons
         ],
-        "points": [{"series": p.series, "x": p.x, **p.values} for p in measured.points],
+        "points": [
+            {"series": p.series, "x": p.x, "settings": p.settings, **p.values}
+            for p in measured.points
+        ],
     }
     write_json(folder / "figure.json", document)
     points = measured_points(figure, measured.points)

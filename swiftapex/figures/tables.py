@@ -21,6 +21,8 @@ def paper_against_measured(comparisons: Sequence[Comparison]) -> Rows:
         if comparison.measured is not None:
             measured = _range(*comparison.measured, reported.unit)
             measured += "*" * (not comparison.is_steady)
+            found, asked = comparison.places
+            measured += f" ({found} of {asked} points)" if found < asked else ""
         rows.append((reported.what, _range(low, high, reported.unit), measured, reported.source))
     return rows
 

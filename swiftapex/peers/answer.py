@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from swiftapex.config.explain import shorten
+from swiftapex.core.request import FinishReason
+
+_WHOLE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+_MOST_ID = 2**31 - 1  # ids are hashed as int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +41,63 @@ class Answer:
     error: str | None = None
 
 
-def checked(request: PeerRequest, answer: Answer) -> Answer:
-    """The answer, or an error where it has another number of tokens than was asked for."""
-    count = len(answer.token_times_s)
-    if answer.error is not None or not request.length_forced or count == request.max_tokens:
-        return answer
-    return Answer(
-        "error", error=f"{count} tokens came, {request.max_tokens} were asked for: see peer.extra"
-    )
+def failed(reason: str) -> Answer:
+    """The answer to a request that got none that can be used."""
+    return Answer("error", error=reason)
+
+
+def checked(
+    request: PeerRequest,
+    finish_reason: Any,
+    token_times_s: Sequence[Any],
+    output_ids: Sequence[Any],
+    text: Any,
+) -> Answer:
+    """A whole answer, of values as the other engine told them; or an error that names the request
+    and what is wrong first. Nothing of such an answer is kept: it would count in rates."""
+    wrong = next(_faults(request, finish_reason, token_times_s, output_ids, text), None)
+    if wrong is not None:
+        return failed(f"request {request.index}: {wrong}")
+    count = len(token_times_s)
+    if request.length_forced and count != request.max_tokens:
+        return failed(f"{count} tokens came, {request.max_tokens} were asked for: see peer.extra")
+    return Answer(finish_reason, tuple(map(float, token_times_s)), tuple(output_ids), text)
+
+
+def _faults(
+    request: PeerRequest, reason: Any, times: Sequence[Any], ids: Sequence[Any], text: Any
+) -> Iterator[str]:
+    if reason not in _WHOLE:
+        yield f"finish_reason: {shorten(reason)}: expected {' or '.join(_WHOLE)}"
+    if not isinstance(times, list | tuple) or not all(map(_is_time, times)):
+        yield f"token_times_s: {shorten(times)}: expected a list of finite seconds"
+        return
+    if not times:
+        yield "token_times_s: empty: expected the time of one token at least"
+        return
+    if times[0] < request.arrival_s:
+        yield f"token_times_s: {times[0]:g} s is before the arrival at {request.arrival_s:g} s"
+    for sooner, later in itertools.pairwise(times):
+        if later < sooner:
+            yield f"token_times_s: {later:g} s comes behind {sooner:g} s: expected ascending times"
+    if not isinstance(ids, list | tuple) or not all(map(_is_id, ids)):
+        yield f"output_ids: {shorten(ids)}: expected a list of token ids"
+    elif ids and len(ids) != len(times):
+        yield f"output_ids: {len(ids)} ids for {len(times)} token_times_s"
+    if not isinstance(text, str):
+        yield f"text: {shorten(text)}: expected a text"
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return _is_number(value) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_ID

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 from swiftapex.config.schema import PeerConfig
 from swiftapex.core.errors import EngineError
-from swiftapex.peers.answer import Answer, PeerRequest, checked
+from swiftapex.peers.answer import Answer, PeerRequest, checked, failed
 
+_MALFORMED = (ValueError, TypeError, AttributeError)  # of an event that is not as the API has it
 _SHOWN = 300  # characters of an error that a server answers
 
 
@@ -42,7 +43,11 @@ class OpenAIServer:
             body = response.read()
         if response.status != 200:
             raise EngineError(f"{self._peer.url}/models: HTTP {response.status}")
-        return str(json.loads(body)["data"][0]["id"])
+        try:
+            return str(json.loads(body)["data"][0]["id"])
+        except (LookupError, *_MALFORMED) as error:
+            text = body.decode("utf-8", "replace")[:_SHOWN]
+            raise EngineError(f"{self._peer.url}/models names no model: {text}") from error
 
     def is_ready(self) -> bool:
         """Whether it answers."""
@@ -76,16 +81,16 @@ class OpenAIServer:
                 response = connection.getresponse()
                 if response.status != 200:
                     text = response.read().decode("utf-8", "replace")[:_SHOWN]
-                    return Answer("error", error=f"HTTP {response.status}: {text}")
+                    return failed(f"HTTP {response.status}: {text}")
                 for event in _events(response):
                     answer.add(event)
                     if self._closed:
                         return answer.so_far()
-            return checked(request, answer.whole())
-        except (OSError, ValueError, AttributeError, EngineError, HTTPException) as error:
+            return answer.whole(request)
+        except (OSError, EngineError, HTTPException, *_MALFORMED) as error:
             if self._closed:
                 return answer.so_far()
-            return Answer("error", error=f"{type(error).__name__}: {error}")
+            return failed(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends all calls: what has come is their answer, unfinished."""
@@ -148,11 +153,16 @@ class _Growing:
                 self._chunks.append((time.perf_counter() - self._start_s, len(new) or 1))
             self._reason = choice.get("finish_reason") or self._reason
 
-    def whole(self) -> Answer:
+    def whole(self, request: PeerRequest) -> Answer:
         times = self._times()
-        times = times if self._total is None else _spread(times, self._total)
-        known = tuple(self._ids) if len(self._ids) == len(times) else ()
-        return Answer(self._reason, tuple(times), known, self._text)
+        if self._total is not None:
+            if not 0 <= self._total <= request.max_tokens:
+                raise EngineError(
+                    f"usage.completion_tokens: {self._total}, {request.max_tokens} were asked for"
+                )
+            times = _spread(times, self._total)
+        known = self._ids if len(self._ids) == len(times) else ()
+        return checked(request, self._reason, times, known, self._text)
 
     def so_far(self) -> Answer:
         return Answer("unfinished", tuple(self._times()), (), self._text)

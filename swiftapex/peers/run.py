@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 
 from swiftapex.config.load import RunPlan
 from swiftapex.core.errors import EngineError
@@ -59,7 +60,7 @@ def measure_peer(plan: RunPlan) -> RunResult:
     if peer.url is None:
         assert peer.command is not None
         meter.start()
-        answers = serve_by_command(peer.command, requests)
+        answers = serve_by_command(peer.command, requests, peer.timeout_s)
         served = _Served(dict(zip([r.index for r in requests], answers, strict=True)))
         busy = None  # start and end of the command are not those of the run
     else:
@@ -105,7 +106,7 @@ def _serve(
     window ends."""
     try:
         model = client.model()
-    except (OSError, ValueError) as error:
+    except (OSError, HTTPException) as error:
         raise EngineError(f"the server cannot be reached: {error}") from error
     pool = ThreadPoolExecutor(max(1, min(len(requests), _THREADS)))
     served = _Served()
@@ -148,6 +149,8 @@ def _outcome(entry: Sent, answers: dict[int, Answer]) -> RequestOutcome:
     answer = answers.get(item.index, Answer("unfinished"))
     return replace(
         outcome,
+        max_tokens=entry.sampling.max_tokens,
+        truncated=entry.truncated,
         finish_reason=answer.finish_reason,
         output_ids=answer.output_ids,
         token_times_s=answer.token_times_s,

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -116,10 +116,25 @@ def _native_hash(module: str) -> str | None:
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
 
 
+def sources() -> dict[str, Any]:
+    """What stands for the package where no revision is known: its version, and hashes of all its
+    Python code and of its native modules."""
+    return {
+        "version": _version("swiftapex"),
+        "code": _hash(sorted(_PACKAGE.rglob("*.py"))),
+        "native": {name: _native_hash(name) for name in _NATIVE},
+    }
+
+
 def _code_hash() -> str:
+    paths = [_PACKAGE / name for name in _CODE]
+    return _hash(
+        file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])
+    )
+
+
+def _hash(files: Iterable[Path]) -> str:
     total = hashlib.sha256()
-    for name in _CODE:
-        path = _PACKAGE / name
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            total.update(file.name.encode() + file.read_bytes())
+    for file in files:
+        total.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
     return total.hexdigest()[:16]

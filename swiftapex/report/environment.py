@@ -1,17 +1,20 @@
-"""Where an experiment ran: versions, processor, memory, GPUs and the package's git revision."""
+"""Where an experiment ran: versions, processor, memory, GPUs and the package's sources."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swiftapex.backends.threads import cpu_threads
+from swiftapex.profiler.fingerprint import cpu_model, sources
 
 _PACKAGES = (
     "swiftapex",
@@ -29,13 +32,15 @@ _ROOT = Path(__file__).resolve().parents[1]
 def describe_environment() -> dict[str, Any]:
     """Plain values for `environment.json`; what this machine does not tell is None."""
     threads = cpu_threads("auto")
+    gpus = _gpus()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "git_revision": git_revision(_ROOT),
+        "sources": sources(),
         "cpu": {
-            "model": _first_match("/proc/cpuinfo", r"(?:model name|Hardware)\s*:\s*(.+)"),
+            "model": cpu_model(),
             "usable_threads": threads.count,
             "limited_by": threads.limited_by,
             "instruction_set": _instruction_set(),
@@ -44,8 +49,15 @@ def describe_environment() -> dict[str, Any]:
             "total_bytes": _meminfo("MemTotal"),
             "available_bytes": _meminfo("MemAvailable"),
         },
-        "gpus": _gpus(),
+        "gpus": [text for _, text in gpus],
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "visible_gpus": _visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")),
     }
+
+
+def gpus_of(environment: Mapping[str, Any], count: int) -> list[str]:
+    """The GPUs that a process with so many ranks takes: the first ones that it sees."""
+    return list(environment["visible_gpus"][:count])
 
 
 def git_revision(folder: Path) -> str | None:
@@ -81,12 +93,31 @@ def _meminfo(field: str) -> int | None:
     return None if kibibytes is None else int(kibibytes) * 1024
 
 
-def _gpus() -> list[str]:
-    """Name, driver and memory of every NVIDIA GPU."""
+def _gpus() -> list[tuple[str, str]]:
+    """UUID, then name, driver and memory of every NVIDIA GPU."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = "--query-gpu=name,driver_version,memory.total"
-    return (_output("nvidia-smi", query, "--format=csv,noheader") or "").splitlines()
+    query = "--query-gpu=uuid,name,driver_version,memory.total"
+    lines = (_output("nvidia-smi", query, "--format=csv,noheader") or "").splitlines()
+    return [(uuid, text) for uuid, _, text in (line.partition(", ") for line in lines)]
+
+
+def _visible(gpus: Sequence[tuple[str, str]], wanted: str | None) -> list[str]:
+    """GPUs that CUDA shows under CUDA_VISIBLE_DEVICES, each with its number or UUID: it names them
+    by either, and what follows a stranger is not seen. None: all."""
+    if wanted is None:
+        return [f"{number}: {text}" for number, (_, text) in enumerate(gpus)]
+    found = []
+    for word in filter(None, map(str.strip, wanted.split(","))):
+        named = [
+            text
+            for number, (uuid, text) in enumerate(gpus)
+            if word == str(number) or (len(word) > 4 and uuid.startswith(word))
+        ]
+        if len(named) != 1:
+            break
+        found.append(f"{word}: {named[0]}")
+    return found
 
 
 def _first_match(path: str, pattern: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -15,6 +16,7 @@ import yaml
 
 from swiftapex.config.load import RunPlan
 from swiftapex.core.records import IterationRecord
+from swiftapex.report.asked import asked
 from swiftapex.report.metrics import e2e_ms, summarize, tpot_ms, ttft_ms
 from swiftapex.report.snapshots import Snapshot
 from swiftapex.workloads.replay import RequestOutcome, RunLog
@@ -42,6 +44,7 @@ class RunResult:
             "sweep": dict(self.plan.sweep),
             "workload_sha256": _workload_sha256(self.plan),
             "interrupted": self.log.interrupted,
+            **asked(self.log.outcomes),
             **summarize(
                 self.log,
                 workload.window,
@@ -99,7 +102,23 @@ def write_summary(
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Numbers that are not finite, which JSON has not, become null."""
+    path.write_text(_json(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _request_line(outcome: RequestOutcome) -> dict[str, Any]:
@@ -132,7 +151,7 @@ def _iteration_line(record: IterationRecord, start_s: float) -> dict[str, Any]:
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.write(_json(line) + "\n")
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

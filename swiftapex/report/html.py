@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from swiftapex.report import plots
+from swiftapex.report import asked, plots
 from swiftapex.report.files import RunResult
 from swiftapex.report.metrics import DEFINITIONS
 from swiftapex.report.table import duration
@@ -69,7 +69,7 @@ def write_report(
         details=[_details(result) for result in detailed],
         hidden_runs=len(results) - len(detailed),
         samples=samples(results[:_DETAILED_RUNS]),
-        definitions=DEFINITIONS,
+        definitions={**DEFINITIONS, **asked.DEFINITIONS},
         environment=environment,
         config_text=config_text,
     )

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from swiftapex.core.records import IterationRecord
 from swiftapex.report.files import RunResult
-from swiftapex.report.words import label
+from swiftapex.report.words import label, short_labels
 
 _MOST_POINTS = 600  # of one curve
 _PERCENTILES = ("p50", "p90", "p99")
@@ -24,7 +24,7 @@ def throughput(runs: Sequence[Mapping[str, Any]]) -> str:
 
     def draw(axes: Axes) -> None:
         rates = [run["output_tokens_per_s"] for run in runs]
-        bars = axes.barh([label(run) for run in runs], [rate or 0.0 for rate in rates])
+        bars = axes.barh(short_labels(list(map(label, runs))), [rate or 0.0 for rate in rates])
         words = ["not measured" if rate is None else f"{rate:.1f}" for rate in rates]
         axes.bar_label(bars, words, padding=3)
         axes.invert_yaxis()
@@ -41,7 +41,7 @@ def latency(runs: Sequence[Mapping[str, Any]], metric: str, name: str) -> str:
         for offset, percentile in enumerate(_PERCENTILES):
             places = [index + (offset - 1) * 0.27 for index in range(len(runs))]
             axes.barh(places, [run[metric][percentile] or 0.0 for run in runs], 0.25)
-        axes.set_yticks(range(len(runs)), [label(run) for run in runs])
+        axes.set_yticks(range(len(runs)), short_labels(list(map(label, runs))))
         axes.invert_yaxis()
         axes.set_xlabel(f"{name}, ms")
         axes.legend(_PERCENTILES, loc="best", fontsize="small")
@@ -59,7 +59,7 @@ def pipelines_used(runs: Sequence[Mapping[str, Any]]) -> str:
             widths = [100 * share.get(name, 0.0) for share in shares]
             axes.barh(range(len(runs)), widths, left=left, label=name)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
-        axes.set_yticks(range(len(runs)), [label(run) for run in runs])
+        axes.set_yticks(range(len(runs)), short_labels(list(map(label, runs))))
         axes.invert_yaxis()
         axes.set_xlim(0, 100)
         axes.set_xlabel("% of iterations")
@@ -73,13 +73,14 @@ def tokens_over_time(results: Sequence[RunResult]) -> str:
     """Output tokens so far, over the time since the first arrival; one curve per run."""
 
     def draw(axes: Axes) -> None:
-        for result in results:
+        runs = [{"name": r.plan.name, "sweep": r.plan.sweep} for r in results]
+        for result, name in zip(results, short_labels(list(map(label, runs))), strict=True):
             times = sorted(t for o in result.log.outcomes for t in o.token_times_s)
             points = _thinned(list(enumerate(times, start=1)))
             axes.plot(
                 [0.0, *(time_s for _, time_s in points)],
                 [0, *(count for count, _ in points)],
-                label=label({"name": result.plan.name, "sweep": result.plan.sweep}),
+                label=name,
             )
         axes.set_xlabel("seconds since the first arrival")
         axes.set_ylabel("output tokens so far")

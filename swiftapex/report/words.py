@@ -24,6 +24,27 @@ def label(run: Mapping[str, Any]) -> str:
     return f"{run['name']} ({values})" if values else str(run["name"])
 
 
+def short_labels(labels: Sequence[str], most: int = 30) -> list[str]:
+    """Labels for plots: the middle of a long one is left out. Each is still another one, as plots
+    put what has the same label in the same place."""
+    found: list[str] = []
+    for text in labels:
+        short = _shortened(text, most)
+        number = 2
+        while short in found:
+            short = f"{_shortened(text, most - 4)} #{number}"
+            number += 1
+        found.append(short)
+    return found
+
+
+def _shortened(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    tail = most // 2
+    return f"{text[: most - tail - 1]}\N{HORIZONTAL ELLIPSIS}{text[-tail:]}"
+
+
 def what_happened(iterations: Sequence[IterationRecord]) -> str:
     """Which pipelines ran, which decodes the CPU took, and who had to move."""
     if not iterations:
