@@ -91,7 +91,8 @@ def test_tokens_of_a_chunk_are_counted_by_the_servers_usage() -> None:
 def test_too_few_tokens_and_refusals_are_failures() -> None:
     with serving(short_by=2) as server:
         outcomes = measured({"url": server.url}).log.outcomes
-    assert {o.error for o in outcomes} == {"5 tokens came, 7 were asked for: see peer.extra"}
+    came = "token_times_s: 5 tokens came, 7 were asked for: see peer.extra"
+    assert [o.error for o in outcomes] == [f"request {i}: {came}" for i in range(6)]
     with serving(refuses=True) as server:
         outcomes = measured({"url": server.url}).log.outcomes
     assert all("HTTP 400" in o.error and "no such model" in o.error for o in outcomes)

@@ -25,7 +25,8 @@ from swiftapex.config.schema import (
 from swiftapex.core.plan import Inequality
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.trace import Span, TracedIteration
-from swiftapex.report.environment import describe_environment, git_revision
+from swiftapex.report import environment
+from swiftapex.report.environment import describe_environment, git_revision, gpus_of
 from swiftapex.report.files import RunResult, create_folder, write_run, write_summary
 from swiftapex.report.html import samples, write_report
 from swiftapex.report.metrics import DEFINITIONS, outputs_sha256, percentile, summarize
@@ -438,11 +439,11 @@ def test_truncated_requests_are_counted_and_said(tmp_path: Path) -> None:
 
 
 def test_environment_is_described(tmp_path: Path) -> None:
-    environment = describe_environment()
-    assert environment["packages"]["torch"] is not None
-    assert environment["cpu"]["usable_threads"] >= 1
-    assert environment["memory"]["total_bytes"] > 2**28
-    json.dumps(environment)
+    found = describe_environment()
+    assert found["packages"]["torch"] is not None
+    assert found["cpu"]["usable_threads"] >= 1
+    assert found["memory"]["total_bytes"] > 2**28
+    json.dumps(found)
     assert git_revision(tmp_path) is None
 
 
@@ -487,3 +488,25 @@ def test_predictions_and_choices_are_drawn_and_kept(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
     assert lines[0]["inequality"]["left"] == 12.0 and lines[3]["inequality"] is None
     assert lines[0]["candidates_us"] == {"sequential": 900.0, "asymmetric": 1100.0}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seen"),
+    [
+        (None, ["0: A, 1", "1: B, 2"]),
+        ("1", ["1: B, 2"]),
+        ("1,0", ["1: B, 2", "0: A, 1"]),
+        ("GPU-bb", ["GPU-bb: B, 2"]),
+        ("", []),
+        ("1,7,0", ["1: B, 2"]),  # CUDA ends at the first that there is not
+    ],
+)
+def test_gpus_are_those_that_cuda_shows(monkeypatch: Any, wanted: str | None, seen: Any) -> None:
+    gpus = [("GPU-aa11", "A, 1"), ("GPU-bb22", "B, 2")]
+    monkeypatch.setattr(environment, "_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    found = describe_environment()
+    assert found["gpus"] == ["A, 1", "B, 2"] and found["visible_gpus"] == seen
+    assert gpus_of(found, 1) == seen[:1] and gpus_of(found, 0) == []

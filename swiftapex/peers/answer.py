@@ -58,9 +58,6 @@ def checked(
     wrong = next(_faults(request, finish_reason, token_times_s, output_ids, text), None)
     if wrong is not None:
         return failed(f"request {request.index}: {wrong}")
-    count = len(token_times_s)
-    if request.length_forced and count != request.max_tokens:
-        return failed(f"{count} tokens came, {request.max_tokens} were asked for: see peer.extra")
     return Answer(finish_reason, tuple(map(float, token_times_s)), tuple(output_ids), text)
 
 
@@ -84,6 +81,12 @@ def _faults(
         yield f"output_ids: {shorten(ids)}: expected a list of token ids"
     elif ids and len(ids) != len(times):
         yield f"output_ids: {len(ids)} ids for {len(times)} token_times_s"
+    count = len(times)
+    if request.length_forced and count != request.max_tokens:
+        yield (
+            f"token_times_s: {count} tokens came, {request.max_tokens} were asked for: see "
+            "peer.extra"
+        )
     if not isinstance(text, str):
         yield f"text: {shorten(text)}: expected a text"
 
