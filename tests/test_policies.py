@@ -13,7 +13,7 @@ import swiftapex
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import Row, StepPlan
 from swiftapex.core.request import Request, SamplingParams
-from swiftapex.cost_model import Load, overlap_us
+from swiftapex.cost_model import Load, overlap_us, spare_us
 from swiftapex.policies import POLICIES, make_policy
 from swiftapex.policies.apex import Strategy, select_strategy
 from swiftapex.scheduler import steady
@@ -45,6 +45,19 @@ def test_split_skips_what_is_longer_than_what_did_not_fit_and_takes_shorter_ones
     assert split.picks == ((4,), (2,))  # 90 hides behind T_l0, then 60 behind T_l1
     assert choose_split(COST, main, [101], ROOM).count == 0
     assert choose_split(COST, main, [100], ROOM).picks == ((), (0,))
+
+
+def test_a_split_of_many_is_hidden_and_leaves_no_room_for_one_more() -> None:
+    cost = replace(COST, linear_fixed=4000, linear_row=10, cpu_fixed=50, hand_off_row=1)
+    main = Load(rows=100, gpu_tokens=5000)
+    contexts = [20 + 7 * (index % 5) for index in range(900)]
+    split = choose_split(cost, main, contexts, (900, 900))
+    picks = [*split.picks[0], *split.picks[1]]
+    assert split.count > 200 and len(set(picks)) == split.count
+    for load, half in zip(split.loads, split.picks, strict=True):
+        assert load.cpu_tokens == sum(contexts[index] for index in half)
+    left = spare_us(cost, *split.loads)
+    assert all(0 <= us < 20 for us in left)  # the shortest one would take 20 µs
 
 
 def test_forced_decodes_are_taken_whether_hidden_or_not() -> None:
