@@ -23,7 +23,6 @@ from swiftapex.cost_model import (
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.state import SchedulerState
 
-_FINE = 32  # of a chunk, within one part in so many
 _ROUNDS = 6  # in which the chunk settles at what the iteration's tokens ask for
 _CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are on their way
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
@@ -95,32 +94,26 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
 
 
 def asymmetric(cost: CostModel, mix: Mix) -> Steady:
-    """Both halves hold as many CPU decodes as the other's work on the GPU hides, and the chunk is
-    the one that their tokens ask for: by bisection, as a longer one hides nearly as many more
-    decodes as it takes to ask for it."""
+    """Both halves hold as many CPU decodes as the other's work on the GPU hides.
+
+    A longer chunk may hide nearly as many more decodes as it takes to ask for it. Then the chunk
+    stays short of where it would settle, which hangs on every percent of the cost model: the yield
+    would hardly grow, and iterations would take several times as long."""
     each_us = cost.cpu_attention_us(_SAMPLE * mix.tokens_each, _SAMPLE) / _SAMPLE
-    chunk, beyond = 0, 1 + _chunk(mix, mix.gpu_decodes + mix.cpu_decodes)
-    while beyond - chunk > 1 + chunk // _FINE:
-        middle = (chunk + beyond) // 2
-        first, second = _halves(cost, mix, each_us, middle)
-        asked = _chunk(mix, mix.gpu_decodes + first.cpu_requests + second.cpu_requests)
-        chunk, beyond = (middle, beyond) if asked >= middle else (chunk, middle)
-    first, second = _halves(cost, mix, each_us, chunk)
-    served = first.cpu_requests + second.cpu_requests
-    us = asymmetric_us(cost, first, second)
-    return _steady(mix, mix.gpu_decodes + served, chunk, us, int(_CHOICE * served))
-
-
-def _halves(cost: CostModel, mix: Mix, each_us: float, chunk: int) -> tuple[Load, Load]:
-    """Two sub-batches with this chunk, where the CPU attends for a decode in `each_us`."""
-    alone = mix.with_chunk(chunk)
-    hidden = cost.linear_us(max(1, alone.rows)) / each_us
-    in_second = int(min(hidden, mix.cpu_decodes, mix.max_rows))
-    beside = cost.linear_us(in_second) + gpu_side_attention_us(cost, alone)
-    room = mix.max_rows - mix.gpu_decodes
-    in_first = int(max(0, min(beside / each_us, mix.cpu_decodes - in_second, room)))
-    first = alone.with_cpu_decodes(in_first * mix.tokens_each, in_first)
-    return first, Load().with_cpu_decodes(in_second * mix.tokens_each, in_second)
+    first, second, tokens, chunk = mix.with_chunk(0), Load(), float(mix.gpu_decodes), 0
+    for _ in range(_ROUNDS):
+        chunk = _chunk(mix, tokens)
+        alone = mix.with_chunk(chunk)
+        hidden = cost.linear_us(max(1, alone.rows)) / each_us
+        in_second = int(min(hidden, mix.cpu_decodes, mix.max_rows))
+        beside = cost.linear_us(in_second) + gpu_side_attention_us(cost, alone)
+        room = mix.max_rows - mix.gpu_decodes
+        in_first = int(max(0, min(beside / each_us, mix.cpu_decodes - in_second, room)))
+        second = Load().with_cpu_decodes(in_second * mix.tokens_each, in_second)
+        first = alone.with_cpu_decodes(in_first * mix.tokens_each, in_first)
+        tokens = mix.gpu_decodes + in_first + in_second
+    on_cpu = int(_CHOICE * (first.cpu_requests + second.cpu_requests))
+    return _steady(mix, tokens, chunk, asymmetric_us(cost, first, second), on_cpu)
 
 
 def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
