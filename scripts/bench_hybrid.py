@@ -11,7 +11,11 @@ measurement:
   ones wait behind them, and a window is measured after a warm-up. It is `valid` if prefilled tokens
   over the input length and output tokens over the output length, requests per window both, agree
   within 5 %; it goes on until they do, for at most `--stretch` times as long. With `--at-once`, a
-  new request comes when one has ended, so that there are never more.
+  new request comes when one has ended, so that there are never more. Lengths `400x200@N` begin with
+  N requests: as many as the strategy keeps, or what is measured is how the CPU side drains or
+  fills. `400x200@N:S` orders them as first come, first served leaves them, when S is the share of
+  tokens that the CPU decodes: those on the CPU have up to that share of their output, those on the
+  GPU, which came earlier, the rest.
 - `--kinds decode`: the same without new requests: the rate of decoding alone.
 - `--kinds whole`: all requests arrive at once and run to their end.
 
@@ -28,6 +32,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -71,6 +76,46 @@ def parsed(strategy: str) -> tuple[str, dict[str, Any]]:
     return policy, json.loads(policy_args or "{}")
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Mean lengths in tokens, and what a window begins with: at most so many requests, and the
+    share of its output that the oldest one on the CPU has (None: evenly spread everywhere)."""
+
+    mean_input: int
+    mean_output: int
+    requests: int | None = None
+    cpu_share: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Lengths:
+        """`INPUTxOUTPUT[@REQUESTS[:SHARE]]`."""
+        lengths, _, start = text.partition("@")
+        requests, _, share = start.partition(":")
+        mean_input, mean_output = map(int, lengths.split("x"))
+        return Lengths(
+            mean_input,
+            mean_output,
+            int(requests) if requests else None,
+            float(share) if share else None,
+        )
+
+
+def evenly_spread(count: int) -> list[float]:
+    """Shares of their output that requests in progress have, in no order."""
+    order = list(range(64))
+    random.Random(1).shuffle(order)
+    return [(order[index % len(order)] + 0.5) / len(order) for index in range(count)]
+
+
+def oldest_first(count: int, on_gpu: int, cpu_share: float) -> list[float]:
+    """The same where the first `on_gpu` are the oldest ones, and the others have no more than
+    `cpu_share`."""
+    on_gpu = min(on_gpu, count)
+    gpu = [1 - (1 - cpu_share) * (index + 0.5) / on_gpu for index in range(on_gpu)]
+    on_cpu = count - on_gpu
+    return gpu + [cpu_share * (1 - (index + 0.5) / on_cpu) for index in range(on_cpu)]
+
+
 class Workload:
     """Requests of one pair of mean lengths, the same for every strategy."""
 
@@ -99,18 +144,25 @@ class Run:
         for _ in range(count):
             self.requests.append(self._engine.add(*self._workload.next()))
 
-    def fill(self, most: int) -> None:
+    def fill(self, most: int, cpu_share: float | None = None) -> None:
         """Requests in progress until no KV is left for another one."""
-        order = list(range(64))
-        random.Random(1).shuffle(order)
-        for index in range(most):
+        if cpu_share is None:
+            shares = evenly_spread(most)
+        else:
+            shares = oldest_first(most, self._held_by_gpu(cpu_share), cpu_share)
+        for share in shares:
             prompt, sampling = self._workload.next()
-            share = (order[index % len(order)] + 0.5) / len(order)
             done = min(sampling.max_tokens - 1, round(share * sampling.max_tokens))
             try:
                 self.requests.append(self._engine.add_in_progress(prompt, sampling, max(1, done)))
             except RequestError:
                 return
+
+    def _held_by_gpu(self, cpu_share: float) -> int:
+        """Requests whose KV the GPU holds, from `cpu_share` of their output on."""
+        workload, size = self._workload, self._engine.profiled.engine.block_size
+        tokens = workload.mean_input + (1 + cpu_share) / 2 * workload.mean_output
+        return int(self._engine.stats().gpu_blocks_total // (tokens / size + 2))
 
     def feed(self, at_once: int | None) -> None:
         """New requests, so that many wait, or that `at_once` are there."""
@@ -125,10 +177,9 @@ class Run:
         return sum(len(r.output_ids) for r in self.requests)
 
 
-def window(
-    run: Run, engine: Engine, workload: Workload, args: argparse.Namespace, feed: bool
-) -> Any:
-    run.fill(min(args.requests, args.at_once or args.requests))
+def window(run: Run, engine: Engine, lengths: Lengths, args: argparse.Namespace, feed: bool) -> Any:
+    most = args.requests if lengths.requests is None else lengths.requests
+    run.fill(min(most, args.at_once or most), lengths.cpu_share)
     started = len(run.requests)
 
     def steps(seconds: float) -> float:
@@ -147,7 +198,7 @@ def window(
         seconds += steps(args.seconds if seconds == 0 else 0.5)
         output = run.output_tokens - tokens
         prefilled = sum(r.prefill_tokens for r in engine.iterations)
-        ins, outs = prefilled / workload.mean_input, output / workload.mean_output
+        ins, outs = prefilled / lengths.mean_input, output / lengths.mean_output
         valid = not feed or abs(ins - outs) <= AGREE * max(ins, outs)
         if valid or seconds >= args.stretch * args.seconds or not engine.has_work:
             break
@@ -177,25 +228,22 @@ def whole(run: Run, engine: Engine, args: argparse.Namespace) -> Any:
     return {"seconds": seconds, "output_tokens_per_s": run.output_tokens / seconds}
 
 
-def measure(
-    engine: Engine, strategy: str, lengths: str, kind: str, args: argparse.Namespace
-) -> Any:
+def measure(engine: Engine, strategy: str, asked: str, kind: str, args: argparse.Namespace) -> Any:
+    lengths = Lengths.parse(asked)
     engine.reuse(*parsed(strategy))
     engine.iterations.clear()
     executor = engine._executor
     if isinstance(executor, RayExecutor):
         executor.traffic = ControlTraffic()
-    mean_input, mean_output = map(int, lengths.split("x"))
-    workload = Workload(mean_input, mean_output, args.seed)
-    run = Run(engine, workload)
+    run = Run(engine, Workload(lengths.mean_input, lengths.mean_output, args.seed))
     if kind == "whole":
         result = whole(run, engine, args)
     else:
-        result = window(run, engine, workload, args, feed=kind == "window")
+        result = window(run, engine, lengths, args, feed=kind == "window")
     result["iterations"] = by_pipeline(engine)
     if isinstance(executor, RayExecutor):
         result["control"] = control(executor.traffic, args.tp)
-    return {"lengths": lengths, "strategy": strategy, "kind": kind} | result
+    return {"lengths": asked.partition("@")[0], "strategy": strategy, "kind": kind} | result
 
 
 def control(traffic: ControlTraffic, ranks: int) -> dict[str, float]:
@@ -270,7 +318,9 @@ def engines(args: argparse.Namespace) -> Iterator[tuple[Engine, list[str], float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     engine_arguments(parser)
-    parser.add_argument("--lengths", nargs="+", default=["400x200"], help="input x output")
+    parser.add_argument(
+        "--lengths", nargs="+", default=["400x200"], help="input x output [@requests[:share]]"
+    )
     parser.add_argument("--requests", type=int, default=1000, help="at most, or of a whole run")
     parser.add_argument("--at-once", type=int, help="requests; default: as many as there is KV for")
     parser.add_argument("--kinds", nargs="+", default=["window"], choices=KINDS)

@@ -46,8 +46,9 @@ _PROFILE_S = 80.0
 class Regime:
     """`gpu_kv` in tokens; `sms` None: the whole GPU. `at_once`: requests at a time, None: as many
     as there is KV for. `in_flight`: policy -> requests in progress when the warm-up begins, for
-    each of OUTPUTS: about what it settles at on a clock that runs by the closed forms (None: all
-    that fit; so too for policies that are not named)."""
+    each of OUTPUTS: about what it settles at on a clock that runs by the closed forms or, for
+    `model_based` on 8 multiprocessors, by measured tables (None: all that fit; so too for policies
+    that are not named)."""
 
     model: str
     sms: int | None
@@ -63,21 +64,21 @@ REGIMES = {
         8,
         4096,
         400,
-        in_flight={"neo": (18, 70, 80), "apex": (116, None, 165), MODEL_BASED: (130, None, 145)},
+        in_flight={"neo": (18, 70, 80), "apex": (116, None, 165), MODEL_BASED: (75, None, None)},
     ),
     "t4-864": Regime(
         "llama2-7b",
         8,
         864,
         250,  # with 500 tokens, +10 %, it fits into 864
-        in_flight={"neo": (23, 90, 100), "apex": (240, None, 195), MODEL_BASED: (114, None, 187)},
+        in_flight={"neo": (23, 90, 100), "apex": (240, None, 195), MODEL_BASED: (66, None, None)},
     ),
     "a10g-26400": Regime(
         "llama3.1-8b",
         8,
         26_400,
         1000,
-        in_flight={"neo": (28, 29, 70), "apex": (150, 205, 320), MODEL_BASED: (24, 295, 260)},
+        in_flight={"neo": (28, 29, 70), "apex": (150, 205, 320), MODEL_BASED: (24, 130, 480)},
     ),
     "uncapped": Regime(
         "llama2-7b",

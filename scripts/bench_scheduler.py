@@ -1,10 +1,16 @@
-"""How long policies plan, without a model: CPU µs per plan in a steady state of decoding.
+"""How long policies plan, without a model: CPU µs per plan in a steady state.
 
     python scripts/bench_scheduler.py --live 1000 --policies gpu_only neo apex model_based
 
+Regimes: decoding alone, with little, more and enough KV on the GPU; `turnover`, where requests end
+and others begin, so that plans hold prefill chunks; `chunks`, a small GPU, a full CPU and short
+outputs, where passes hold a batch of prompts and hundreds of CPU decodes.
+
 Prints a line of JSON per policy and regime: median and 90th percentile of the time of `plan`, of
-booking what a plan did (`settle`), rows per plan and pipelines. Requests begin decoding at once;
-parked cohorts come back after 16 to 33 passes.
+booking what a plan did (`settle`), rows per plan, those of CPU decodes and chunks among them, and
+pipelines. Requests begin decoding at once; parked cohorts come back after 16 to 33 passes. Costs
+are read from tables, as an engine's are, which hold closed forms for llama2-7b on 8
+multiprocessors.
 """
 
 from __future__ import annotations
@@ -15,54 +21,112 @@ import json
 import random
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import Placement, Request, SamplingParams
 from swiftapex.cost_model import AnalyticCostModel, CostModel, default_rates
+from swiftapex.costs.correction import CorrectedCostModel
+from swiftapex.costs.measured import MeasuredCostModel
+from swiftapex.costs.tables import Grid, Line, Tables
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.model.config import named_architecture
 from swiftapex.policies import make_policy
+from swiftapex.profiler.measure import Points
 from swiftapex.scheduler.draft import Limits
 from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.state import SchedulerState
 
 GPU, CPU = Placement.GPU, Placement.CPU
 BLOCK = 16
-# Blocks on each side.
-REGIMES = {"small-gpu": (54, 60_000), "medium-gpu": (1650, 60_000), "large-gpu": (60_000, 60_000)}
+MAX_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Regime:
+    gpu_blocks: int
+    cpu_blocks: int = 60_000
+    live: int | None = None  # None: as many as asked for
+    prompt: tuple[int, int] = (200, 600)  # tokens, from .. to
+    output: int | None = None  # after which a request ends and another one comes; None: it goes on
+
+
+REGIMES = {
+    "small-gpu": Regime(54),
+    "medium-gpu": Regime(1650),
+    "large-gpu": Regime(60_000),
+    "turnover": Regime(1650, output=150),
+    "chunks": Regime(256, 9472, live=345, prompt=(180, 220), output=50),
+}
+
+
+def costs() -> CostModel:
+    """Tables of closed forms, at the points that a profiler measures."""
+    rates = default_rates("cuda", 14, sm_count=8)
+    base = AnalyticCostModel(named_architecture("llama2-7b"), rates, "float16")
+    points = Points.within(
+        max_batch_size=256,
+        max_tokens=MAX_TOKENS,
+        max_context=2048,
+        gpu_tokens=2**17,
+        cpu_tokens=2**17,
+        block_size=BLOCK,
+    )
+
+    def grid(function: Any, xs: tuple[int, ...], ys: tuple[int, ...]) -> Grid:
+        return Grid(xs, ys, tuple(tuple(function(x, y) for y in ys) for x in xs))
+
+    def decodes(function: Any) -> Any:
+        return lambda requests, tokens: function(max(requests, tokens), requests)
+
+    rows = points.decode_rows + points.chunk_rows
+    tables = Tables(
+        num_layers=base.num_layers,
+        linear=Line(rows, tuple(map(base.linear_us, rows))),
+        iteration=Line(points.sampled, tuple(300.0 + n for n in points.sampled)),
+        gpu_attention=grid(decodes(base.gpu_attention_us), points.gpu_requests, points.gpu_tokens),
+        prefill_attention=grid(base.prefill_attention_us, points.chunks, points.prefixes),
+        cpu_attention=grid(decodes(base.cpu_attention_us), points.cpu_requests, points.cpu_tokens),
+        hand_off=Line(points.cpu_requests, tuple(25.0 + n / 4 for n in points.cpu_requests)),
+        copy=Line(points.copy_blocks, tuple(map(base.copy_us, points.copy_blocks))),
+    )
+    return CorrectedCostModel(MeasuredCostModel(tables))
 
 
 class Bench:
     """Requests under one policy, whose plans are carried out by nobody."""
 
     def __init__(self, policy: str, regime: str, live: int, waiting: int, seed: int = 0) -> None:
-        gpu, cpu = REGIMES[regime]
+        self.regime = REGIMES[regime]
+        live = self.regime.live or live
         self.policy = make_policy(policy)
-        blocks = BlockManager({GPU: gpu, CPU: cpu if self.policy.uses_cpu else 0}, BLOCK)
+        on_cpu = self.regime.cpu_blocks if self.policy.uses_cpu else 0
+        blocks = BlockManager({GPU: self.regime.gpu_blocks, CPU: on_cpu}, BLOCK)
         self.queue = RequestQueue()
-        self.state = SchedulerState(self.queue, blocks, Limits(256, 2048, 64))
-        self.cost: CostModel = AnalyticCostModel(
-            named_architecture("llama2-7b"), default_rates("cuda", 14, sm_count=8), "float16"
-        )
+        self.state = SchedulerState(self.queue, blocks, Limits(256, MAX_TOKENS, 256))
+        self.cost = costs()
         self.rng = random.Random(seed)
         self.parked: list[tuple[int, tuple[int, ...]]] = []  # (last pass, requests)
         self.passes = 0
         self.requests: dict[int, Request] = {}
+        self.added = live + waiting - 1  # the last id
         is_open = True
         for index in range(live + waiting):
             is_open = self.add(index, decoding=is_open and index < live)
 
     def add(self, index: int, decoding: bool) -> bool:
         """A request that waits, or that decodes where there is room: whether it does."""
-        prompt = tuple(range(self.rng.randint(200, 600)))
-        request = Request(index, prompt, SamplingParams(max_tokens=200), 0.0)
+        prompt = tuple(range(self.rng.randint(*self.regime.prompt)))
+        output = self.regime.output or 200
+        request = Request(index, prompt, SamplingParams(max_tokens=output), 0.0)
         self.requests[index] = request
         self.queue.add(request)
         for side in (GPU, CPU):
             if decoding and self.state.can_start(request, side):
-                request.output_ids.append(1)
-                request.num_computed = len(prompt)
+                done = self.rng.randrange(1, output) if self.regime.output else 1
+                request.output_ids.extend([1] * done)
+                request.num_computed = len(prompt) + done - 1
                 self.state.start(request, side)
                 return True
         return False
@@ -101,7 +165,12 @@ class Bench:
         if request.is_decoding:
             request.num_computed += 1
         request.output_ids.append(1)
-        if len(request.output_ids) >= 150:  # starts again with a fresh output: the state is steady
+        if self.regime.output and len(request.output_ids) >= self.regime.output:
+            self.state.finish(request)
+            del self.requests[request.request_id]
+            self.added += 1
+            self.add(self.added, decoding=False)
+        elif len(request.output_ids) >= 150:  # starts again with a fresh output: a steady state
             del request.output_ids[1:]
             request.num_computed = len(request.prompt_ids)
 
@@ -113,7 +182,9 @@ def measure(policy: str, regime: str, live: int, waiting: int, steps: int) -> di
     results = [bench.step() for _ in range(steps)]
     plans = [plan for _, _, plan in results]
     us = sorted(1e6 * planned for planned, _, _ in results)
-    rows = [sum(len(b.rows) for b in p.sub_batches + p.new_cohorts) for p in plans]
+    rows = [[r for b in p.sub_batches + p.new_cohorts for r in b.rows] for p in plans]
+    on_cpu = [sum(r.is_decode and r.placement is CPU for r in each) for each in rows]
+    chunks = [sum(r.num_tokens for r in each if not r.is_decode) for each in rows]
     return {
         "policy": policy,
         "regime": regime,
@@ -122,7 +193,9 @@ def measure(policy: str, regime: str, live: int, waiting: int, steps: int) -> di
         "plan_us_p50": round(statistics.median(us), 1),
         "plan_us_p90": round(us[int(0.9 * len(us))], 1),
         "settle_us_p50": round(1e6 * statistics.median(s for _, s, _ in results), 1),
-        "rows_p50": statistics.median(rows),
+        "rows_p50": statistics.median(map(len, rows)),
+        "cpu_decodes_p50": statistics.median(on_cpu),
+        "prefill_tokens_p50": statistics.median(chunks),
         "pipelines": dict(collections.Counter(p.pipeline for p in plans)),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -34,6 +35,7 @@ from swiftapex.scheduler.equations import (
     t_overlap,
     t_overlap_prefill,
 )
+from swiftapex.scheduler.split import choose_split
 
 values = st.lists(st.floats(0, 1e4), min_size=1, max_size=8)
 
@@ -224,6 +226,38 @@ def test_a_stale_profile_heals() -> None:
     assert max(errors[:5]) > 0.25 and max(errors[-100:]) < 0.05
     assert cost.factors[LINEAR] == pytest.approx(1.5, rel=0.05)
     assert cost.factors[CPU_ATTENTION] == pytest.approx(0.7, rel=0.1)
+
+
+@pytest.mark.parametrize(("slower", "overhead"), [(1.15, 0.0), (1.0, 0.06), (1.15, 0.06)])
+def test_what_hidden_attention_overruns_is_not_put_down_to_the_gpu(
+    slower: float, overhead: float
+) -> None:
+    """CPU decodes are taken in as long as the believed times hide them, so that the more a linear
+    stage is believed to take, the more there are: LINEAR must not run off."""
+    believed = ConstantCostModel(linear_fixed=1000, linear_row=2, gpu_token=0.1, cpu_token=1.0)
+    true = replace(believed, cpu_token=slower)
+    cost = CorrectedCostModel(believed)
+    for iteration in range(600):
+        main = Load(100, gpu_tokens=1000, gpu_requests=10, chunks=((90, 0),))
+        split = choose_split(cost, main, [97 + iteration % 7] * 400, (400, 400))
+        predicted = asymmetric_us(cost, *split.loads)
+        rows = [
+            SubBatch(
+                tuple(Row(i, GPU, 99, None, True) for i in range(load.gpu_requests))
+                + tuple(Row(-1, GPU, 0, (1,) * tokens, False) for tokens, _ in load.chunks)
+                + tuple(
+                    Row(-i, CPU, load.cpu_tokens // load.cpu_requests - 1, None, True)
+                    for i in range(load.cpu_requests)
+                )
+            )
+            for load in split.loads
+        ]
+        measured = asymmetric_us(true, *split.loads) * (1 + overhead)
+        cost.observe(StepPlan("asymmetric", tuple(rows), predicted_us=predicted), measured)
+    assert 0.95 < cost.factors[LINEAR] < 1.1
+    assert cost.factors[CPU_ATTENTION] < 1.27
+    assert split.count > 10
+    assert abs(measured / predicted - 1) < 0.06
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60))

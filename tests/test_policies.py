@@ -13,10 +13,12 @@ import swiftapex
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import Row, StepPlan
 from swiftapex.core.request import Request, SamplingParams
-from swiftapex.cost_model import Load, overlap_us
+from swiftapex.cost_model import Load, overlap_us, spare_us
 from swiftapex.policies import POLICIES, make_policy
 from swiftapex.policies.apex import Strategy, select_strategy
+from swiftapex.policies.model_based import ModelBased
 from swiftapex.scheduler import steady
+from swiftapex.scheduler.candidates import ASYMMETRIC, GPU_ONLY
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.prefill import overlap_chunk_tokens
 from swiftapex.scheduler.queue import RequestQueue
@@ -45,6 +47,19 @@ def test_split_skips_what_is_longer_than_what_did_not_fit_and_takes_shorter_ones
     assert split.picks == ((4,), (2,))  # 90 hides behind T_l0, then 60 behind T_l1
     assert choose_split(COST, main, [101], ROOM).count == 0
     assert choose_split(COST, main, [100], ROOM).picks == ((), (0,))
+
+
+def test_a_split_of_many_is_hidden_and_leaves_no_room_for_one_more() -> None:
+    cost = replace(COST, linear_fixed=4000, linear_row=10, cpu_fixed=50, hand_off_row=1)
+    main = Load(rows=100, gpu_tokens=5000)
+    contexts = [20 + 7 * (index % 5) for index in range(900)]
+    split = choose_split(cost, main, contexts, (900, 900))
+    picks = [*split.picks[0], *split.picks[1]]
+    assert split.count > 200 and len(set(picks)) == split.count
+    for load, half in zip(split.loads, split.picks, strict=True):
+        assert load.cpu_tokens == sum(contexts[index] for index in half)
+    left = spare_us(cost, *split.loads)
+    assert all(0 <= us < 20 for us in left)  # the shortest one would take 20 µs
 
 
 def test_forced_decodes_are_taken_whether_hidden_or_not() -> None:
@@ -442,6 +457,19 @@ def test_model_based_sends_nothing_to_a_cpu_that_does_not_pay() -> None:
     harness.drain()
 
 
+@pytest.mark.parametrize(
+    ("gain", "on_cpu", "expected"),
+    [(1.04, 0, GPU_ONLY), (1.04, 90, ASYMMETRIC), (1.10, 0, ASYMMETRIC), (1.01, 90, GPU_ONLY)],
+)
+def test_the_cpu_is_not_filled_for_a_gain_that_is_small(
+    gain: float, on_cpu: int, expected: str
+) -> None:
+    # The margin of 2 %, and up to 5 % more while requests are missing there.
+    alone = steady.Steady(1.0, 100.0, 10)
+    found = {GPU_ONLY: alone, ASYMMETRIC: steady.Steady(gain, 100.0, 10, on_cpu=100)}
+    assert ModelBased().best(found, on_cpu) == expected
+
+
 def test_margin_keeps_the_gpu_alone_where_the_gain_is_small() -> None:
     # A decode on the CPU for 16 on the GPU, in twice the time: a gain of a few percent at best.
     cost = ConstantCostModel(num_layers=4, linear_fixed=20, gpu_token=1.0, cpu_token=1.0)
@@ -471,15 +499,17 @@ def test_long_run_yields_by_hand() -> None:
     alone = steady.gpu_only(cost, mix)
     assert alone == steady.Steady(2 / 488, 488, 0)
     # T_l0 = 102 at first hides 10 decodes of 10 µs; T_l1 = 110 and T_ga0 = 20 hide 13 more. With 15
-    # rows in the first T_l0 = 115: no less is hidden. 4 (115 + 130) = 980 µs for 25 tokens.
+    # rows in the first T_l0 = 115: no less is hidden. 4 (115 + 130) = 980 µs for 25 tokens, 23 of
+    # them on the CPU, which should hold a quarter more.
     two = steady.asymmetric(cost, mix)
-    assert two == steady.Steady(25 / 980, 980, 0)
+    assert two == steady.Steady(25 / 980, 980, 0, on_cpu=28)
     # 40 decodes rejoin 40 / 5 = 8 at a time: 4 (100 + 10 + 20) = 520 µs; a visit takes 400.
     parked = steady.overlap(cost, mix, cohorts=1)
-    assert parked == steady.Steady(10 / 520, 520, 0)
+    assert parked == steady.Steady(10 / 520, 520, 0, on_cpu=40)
     # A visit of 80 decodes takes 800 µs, the pass 4 (100 + 18 + 20) = 552.
     slow = steady.overlap(cost, replace(mix, cpu_decodes=80), cohorts=1)
     assert slow.rate == pytest.approx((2 + 16 * 552 / 800) / 552)
+    assert slow.on_cpu == 55  # 80 x 552 / 800: more of them only wait for the CPU
     # Each token comes with 4 of a prompt: 8 beside the two. 4 (100 + 10 + 20) = 520 µs.
     assert steady.gpu_only(cost, replace(mix, prompt_share=4)) == steady.Steady(2 / 520, 520, 8)
     # With 40 of them 80 would be asked for, and 48 fit: a little more than half of the tokens.

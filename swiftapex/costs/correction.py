@@ -19,6 +19,9 @@ STAGES = LINEAR, GPU_ATTENTION, PREFILL, CPU_ATTENTION, REST = (
 _BOUND = 2.0  # factors stay within [1 / _BOUND, _BOUND]
 _GAIN = 0.1  # share of an iteration's error (its logarithm) that is taken in at once
 _GOOD_ENOUGH = 0.01  # relative error from which on there is something to correct
+_GOOD_ENOUGH_TWO = 0.03  # of two sub-batches, which wait for one another
+_CLOSE = 0.8  # from this share of the GPU's time on, the CPU's may have been what took longer
+_RELAX = 0.01  # share of the CPU's factor (its logarithm) that is forgotten where nothing overran
 _OUTLIER = 3.0  # an iteration that took so many times longer or shorter says nothing
 
 
@@ -28,6 +31,12 @@ class CorrectedCostModel:
     An iteration that took r times as long as predicted moves every stage's factor towards r, in
     proportion to the stage's share of the predicted time: factor *= r ** (gain * share). Iterations
     that differ in their shares tell stages apart in the long run.
+
+    Two sub-batches are made so that the GPU just hides the CPU's attention. One that took longer
+    than predicted would, put down to the GPU's work, let still more CPU decodes be hidden behind
+    it, and so on to the bound. So it is put down to the CPU, whose rate varies with what else reads
+    the host's memory: as long as it should have taken at least 0.8 of the GPU's time by `base`, and
+    where nothing overran that factor falls back towards 1, so that it cannot stay too high.
     """
 
     def __init__(self, base: CostModel, gain: float = _GAIN, bound: float = _BOUND) -> None:
@@ -67,17 +76,24 @@ class CorrectedCostModel:
         if not predicted or measured_us <= 0:
             return
         ratio = measured_us / predicted
-        if abs(ratio - 1) < _GOOD_ENOUGH or not 1 / _OUTLIER < ratio < _OUTLIER:
+        two, close = len(plan.sub_batches) > 1, 1.0
+        good_enough = _GOOD_ENOUGH_TWO if two else _GOOD_ENOUGH
+        if two and ratio >= 1 + good_enough:
+            close = min(1.0, _CLOSE * self.factors[CPU_ATTENTION])
+        elif two and self.factors[CPU_ATTENTION] > 1:
+            self.factors[CPU_ATTENTION] **= 1 - _RELAX
+        if abs(ratio - 1) < good_enough or not 1 / _OUTLIER < ratio < _OUTLIER:
             return
-        for stage, us in stage_times(self, plan).items():
+        for stage, us in stage_times(self, plan, close).items():
             share = min(1.0, us / predicted)
             factor = self.factors[stage] * ratio ** (self._gain * share)
             self.factors[stage] = min(max(factor, 1 / self._bound), self._bound)
 
 
-def stage_times(cost: CostModel, plan: StepPlan) -> Mapping[str, float]:
+def stage_times(cost: CostModel, plan: StepPlan, close: float = 1.0) -> Mapping[str, float]:
     """µs of an iteration by stage, as far as they lie on its critical path: where the CPU's
-    attention hides the GPU's work, the CPU's counts and that work does not."""
+    attention takes longer than the GPU's work beside it, or than a share `close` of that, the CPU's
+    counts and that work does not."""
     loads = [Load.of(batch.rows) for batch in plan.sub_batches]
     layers = cost.num_layers
     us = dict.fromkeys(STAGES, 0.0)
@@ -87,13 +103,13 @@ def stage_times(cost: CostModel, plan: StepPlan) -> Mapping[str, float]:
     beside_first, beside_second = gpu_halves_us(cost, first, second)
     if len(loads) == 1 and first.cpu_requests:  # one batch: nothing hides the CPU
         us[CPU_ATTENTION] = layers * cpu_side_attention_us(cost, first)
-    hidden_by_second = len(loads) > 1 and cpu_side_attention_us(cost, second) > beside_first
-    hidden_by_first = len(loads) > 1 and cpu_side_attention_us(cost, first) > beside_second
-    if hidden_by_second:
+    hidden_by_second = cpu_side_attention_us(cost, second) > close * beside_first
+    hidden_by_first = cpu_side_attention_us(cost, first) > close * beside_second
+    if len(loads) > 1 and hidden_by_second:
         us[CPU_ATTENTION] += layers * cpu_side_attention_us(cost, second)
     else:
         us[LINEAR] += layers * cost.linear_us(first.rows)
-    if hidden_by_first:
+    if len(loads) > 1 and hidden_by_first:
         us[CPU_ATTENTION] += layers * cpu_side_attention_us(cost, first)
     else:
         us[LINEAR] += layers * cost.linear_us(second.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftapex.costs.tables import Curve, Grid, Line, Surface, Tables
 
-_DENSE_ROWS = 4096  # linear stages of up to so many rows are looked up, not interpolated
+_DENSE_ROWS = 4096  # up to so many rows are looked up, not interpolated
 
 
 class MeasuredCostModel:
@@ -19,7 +19,8 @@ class MeasuredCostModel:
         self._gpu = _surface(tables.gpu_attention)
         self._prefill = _surface(tables.prefill_attention)
         self._cpu = _surface(tables.cpu_attention)
-        self._hand_off = _curve(tables.hand_off)
+        hand_off = _curve(tables.hand_off)
+        self._hand_off = hand_off.dense(_DENSE_ROWS) if hand_off else [0.0] * (_DENSE_ROWS + 1)
         self._copy = _curve(tables.copy)
         self._host_us = dict(tables.host_us)
 
@@ -39,7 +40,7 @@ class MeasuredCostModel:
         return self._iteration(max(1, completing)) if self._iteration else 0.0
 
     def hand_off_us(self, rows: int) -> float:
-        return self._hand_off(rows) if self._hand_off else 0.0
+        return self._hand_off[min(rows, _DENSE_ROWS)]
 
     def host_us(self, kind: str) -> float:
         return self._host_us.get(kind, 0.0)

@@ -84,9 +84,21 @@ class Surface:
     def __call__(self, x: float, y: float) -> float:
         if x <= 0:
             return 0.0
-        xs, ys, rows, slopes = self.xs, self.ys, self.rows, self._slopes
+        xs, ys, rows = self.xs, self.ys, self.rows
         j = bisect_right(ys, y)
         i = bisect_right(xs, x)
+        if not (0 < i < len(xs) and 0 < j < len(ys)):
+            return self._beyond(x, y, i, j)
+        # As _beyond has it, but without a call per curve: this is asked most often of all.
+        below, above = rows[i - 1], rows[i]
+        share = (y - ys[j - 1]) / (ys[j] - ys[j - 1])
+        low = below[j - 1] + (below[j] - below[j - 1]) * share
+        high = above[j - 1] + (above[j] - above[j - 1]) * share
+        return low + (high - low) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+
+    def _beyond(self, x: float, y: float, i: int, j: int) -> float:
+        """Outside the grid; i and j: the first points that lie beyond x and y."""
+        xs, ys, rows, slopes = self.xs, self.ys, self.rows, self._slopes
         if i == 0 or len(xs) == 1:
             return _read(ys, rows[0], slopes[0], j, y)
         if i == len(xs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from swiftapex.core.request import SIDES, Placement
@@ -49,9 +49,10 @@ class BlockManager:
         holding = self._holdings.get(request_id)
         return len(holding.blocks) if holding else 0
 
-    def holds(self, request_id: int, num_tokens: int) -> bool:
-        """Whether the request's blocks have room for so many tokens in all."""
-        return num_tokens <= len(self._holdings[request_id].blocks) * self.block_size
+    def rooms_of(self, request_ids: Iterable[int]) -> list[int]:
+        """Tokens for which each request's blocks have room in all."""
+        holdings, size = self._holdings, self.block_size
+        return [len(holdings[request_id].blocks) * size for request_id in request_ids]
 
     def owners(self) -> set[int]:
         return set(self._holdings)

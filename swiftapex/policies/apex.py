@@ -119,7 +119,8 @@ class Apex(Policy):
             overlap=self.overlap,
         )
         if strategy is Strategy.OVERLAP:
-            return overlap_plan(state, cost_model, first, rows, OVERLAP, times(found), sides)
+            chunk = found[OVERLAP].chunk if OVERLAP in found else None
+            return overlap_plan(state, cost_model, first, rows, OVERLAP, times(found), sides, chunk)
         if strategy is Strategy.GPU_ONLY:
             alone = one_batch_us(state, cost_model, first.load)
             return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import Inequality, StepPlan
-from swiftapex.core.request import Request
+from swiftapex.core.request import Placement, Request
 from swiftapex.cost_model import CostModel
 from swiftapex.policies.base import Policy
 from swiftapex.scheduler import steady
@@ -25,6 +27,7 @@ from swiftapex.scheduler.state import SchedulerState
 
 _EVERY = 8  # iterations between two comparisons: the mix changes slowly
 _STAY = 1.05  # by how much another strategy must be better: to change takes some passes
+_FILL = 0.05  # and one whose CPU is still empty: the prompts that fill it earn nothing for a while
 _LEAST_CHUNK = 16  # tokens
 _WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
@@ -34,8 +37,9 @@ class ModelBased(Policy):
     went on with the present mix of prompts and decodes (`scheduler/steady.py`), and takes the best.
 
     `cohorts`: as for `apex`. `margin`: by what share a strategy with the CPU must beat GPU-only:
-    what predictions get wrong must not cost anything where the CPU has little to give. No prompt is
-    sent to the CPU while GPU-only is best.
+    what predictions get wrong must not cost anything where the CPU has little to give. By up to
+    0.05 more while the CPU holds fewer requests than the strategy takes. No prompt is sent to the
+    CPU while GPU-only is best.
     """
 
     uses_cpu = True
@@ -101,16 +105,25 @@ class ModelBased(Policy):
         if mix.cpu_decodes:
             found[ASYMMETRIC] = steady.asymmetric(cost, mix)
             found[OVERLAP] = steady.overlap(cost, mix, self.cohorts)
-        rates = {name: each.rate for name, each in found.items()}
+        self._strategy = self.best(found, state.running_on(Placement.CPU))
+
+    def best(self, found: Mapping[str, steady.Steady], on_cpu: int) -> str:
+        """The strategy for the next iterations, with so many requests on the CPU now."""
+        rates = {}
+        for name, each in found.items():
+            missing = max(0.0, 1 - on_cpu / each.on_cpu) if each.on_cpu else 0.0
+            rates[name] = each.rate / (1 + _FILL * missing)
         rates[GPU_ONLY] *= 1 + self.margin
         if self._strategy != GPU_ONLY and self._strategy in rates:
             rates[self._strategy] *= _STAY
-        self._strategy = max(rates, key=rates.__getitem__)
+        return max(rates, key=rates.__getitem__)
 
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
-        """Tokens of prefill in an iteration: as many as its tokens ask for, and more while there is
-        room on the CPU."""
-        return max(_LEAST_CHUNK, int(self._yields[strategy].chunk * (1 + state.cpu_free)))
+        """Tokens of prefill in an iteration: as many as its tokens ask for, and up to twice as many
+        while the CPU holds fewer requests than the strategy takes, fewer while it holds more."""
+        found = self._yields[strategy]
+        share = state.running_on(Placement.CPU) / max(1, found.on_cpu)
+        return max(_LEAST_CHUNK, int(found.chunk * max(0.5, 2 - share)))
 
     def _sides(self) -> Inequality | None:
         rates = {name: 1e3 * found.rate for name, found in self._yields.items()}

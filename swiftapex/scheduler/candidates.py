@@ -31,6 +31,7 @@ class Candidate:
     us: float  # predicted time of the iteration
     served: float  # requests that it serves: a decode 1, a chunk its share of the prompt, a visit
     # of a parked decode 1 / (L + 1)
+    chunk: int | None = None  # tokens of prefill in it, where not all that the draft holds
 
     @property
     def rate(self) -> float:
@@ -84,14 +85,14 @@ def _overlap(
     load, in_flight = first.load, state.num_in_flight + rows
     cohorts = len(state.cohorts) + bool(rows)
     visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
-    chunk_tokens = sum(tokens for tokens, _ in load.chunks)
+    chunk_tokens, keep = sum(tokens for tokens, _ in load.chunks), None
     if chunk_tokens:
         keep = overlap_chunk_tokens(cost, load, in_flight, visit, state.cpu_free)
         own -= (own - load.gpu_requests) * (1 - keep / chunk_tokens)
         load = first_chunks(load, keep)
     us = overlap_us(cost, load, in_flight, cohorts)
     advance = min(1.0, us / visit) if visit > 0 else 1.0
-    return Candidate(us, own + overlap_tokens(cost, in_flight) * advance)
+    return Candidate(us, own + overlap_tokens(cost, in_flight) * advance, keep)
 
 
 def times(found: Mapping[str, Candidate]) -> dict[str, float]:

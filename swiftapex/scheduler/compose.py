@@ -84,13 +84,8 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
     on_gpu = state.running_on(Placement.GPU)
     if state.blocks.num_free(Placement.GPU) <= on_gpu:
         return
-    oldest = state.oldest_cpu_decode
-    if oldest is None or (
-        state.fits_alone(oldest, Placement.GPU) and not _fits_beside(state, oldest, on_gpu + 1)
-    ):
-        return
-    for request in state.decoding(Placement.CPU):
-        if not state.fits_alone(request, Placement.GPU):
+    for request in state.cpu_decodes_by_age():
+        if not state.is_free(request) or not state.fits_alone(request, Placement.GPU):
             continue
         on_gpu += 1
         if not _fits_beside(state, request, on_gpu) or on_gpu > batch.limits.max_batch_size:

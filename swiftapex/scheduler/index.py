@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from swiftapex.core.request import Placement, Request
 
-
-def _age(request: Request) -> int:
-    return request.request_id
-
-
-def _turn(request: Request) -> tuple[int, int]:
-    return request.last_served, request.request_id
+_age = attrgetter("request_id")
+_turn = attrgetter("last_served", "request_id")
 
 
 class _Group:
@@ -26,11 +22,12 @@ class _Group:
         self._key = key
         self._sorted = True
 
-    def add(self, request: Request) -> None:
-        members = self.members
+    def add(self, requests: list[Request]) -> None:
+        key, members = self._key, self.members
+        requests.sort(key=key)
         if members and self._sorted:
-            self._sorted = self._key(next(reversed(members.values()))) < self._key(request)
-        members[request.request_id] = request
+            self._sorted = key(next(reversed(members.values()))) < key(requests[0])
+        members.update((request.request_id, request) for request in requests)
 
     def ordered(self) -> Iterable[Request]:
         if not self._sorted:
@@ -48,7 +45,8 @@ class Lazily:
         self._more = iter(requests)
 
     def __getitem__(self, index: int) -> Request:
-        self.first(index + 1)
+        if index >= len(self._seen):
+            self.first(index + 1)
         return self._seen[index]
 
     def __iter__(self) -> Iterator[Request]:
@@ -67,14 +65,14 @@ class RequestIndex:
     """Every running request in one of four groups: GPU decodes and prefills (oldest first), CPU
     decodes at a token boundary (least recently served first), and what is in flight.
 
-    Whoever changes a request calls `touch`; it is filed anew at the next question, since a token
-    may be booked in between. A decode that stays where it is needs no touch, unless its turn
-    (`last_served`) is what its group is ordered by.
+    Whoever changes a request calls `touch`; it is filed anew at the next question, with all others
+    that were, since a token may be booked in between. A decode that stays where it is needs no
+    touch, unless its turn (`last_served`) is what its group is ordered by.
     """
 
     def __init__(self) -> None:
         self._gpu, self._cpu = _Group(_age), _Group(_turn)
-        self._prefills, self._in_flight = _Group(_age), _Group(_age)
+        self._prefills, self._in_flight = _Group(_age), _Group(_turn)
         self._group_of: dict[int, _Group] = {}
         self._touched: dict[int, Request] = {}
         self._ages: list[int] = []  # heap of ids that are, or were, CPU decodes at a boundary
@@ -84,6 +82,16 @@ class RequestIndex:
 
     def touch(self, request: Request) -> None:
         self._touched[request.request_id] = request
+
+    def park(self, request: Request) -> None:
+        """A CPU decode of it has left for a pass: there its order does not matter, and it reads
+        what it did."""
+        request_id = request.request_id
+        group = self._group_of.get(request_id)
+        if group is not None:
+            del group.members[request_id]
+        self._group_of[request_id] = self._in_flight
+        self._in_flight.members[request_id] = request
 
     def discard(self, request: Request) -> None:
         """It runs no longer."""
@@ -104,15 +112,16 @@ class RequestIndex:
         self._file()
         return self._cpu.ordered()
 
-    @property
-    def oldest_cpu_decode(self) -> Request | None:
-        """At a token boundary."""
+    def cpu_decodes_by_age(self) -> Iterator[Request]:
+        """At a token boundary, oldest first. To be read before anything changes."""
         self._file()
-        while self._ages:
-            if (request := self._cpu.members.get(self._ages[0])) is not None:
-                return request
+        while self._ages and self._ages[0] not in self._cpu.members:
             self._in_ages.remove(heappop(self._ages))
-        return None
+        ages = self._ages.copy()
+        while ages:
+            request = self._cpu.members.get(heappop(ages))
+            if request is not None:
+                yield request
 
     @property
     def cpu_tokens(self) -> int:
@@ -135,22 +144,27 @@ class RequestIndex:
     def _file(self) -> None:
         if not self._touched:
             return
+        groups = self._gpu, self._cpu, self._prefills, self._in_flight
+        filed: dict[_Group, list[Request]] = {group: [] for group in groups}
         group_of, reads = self._group_of, self._reads
-        for request in sorted(self._touched.values(), key=_turn):
-            request_id = request.request_id
-            old, group = group_of.get(request_id), self._group(request)
-            if old is not None:
+        for request_id, request in self._touched.items():
+            if (old := group_of.get(request_id)) is not None:
                 del old.members[request_id]
-            group.add(request)
+            group = self._group(request)
             group_of[request_id] = group
-            if group is self._cpu and request_id not in self._in_ages:
-                self._in_ages.add(request_id)
-                heappush(self._ages, request_id)
+            filed[group].append(request)
             if group is not self._in_flight:  # what leaves for a pass reads what it did
                 tokens = 0 if request.placement is Placement.GPU else request.num_tokens
                 self._cpu_tokens += tokens - reads.get(request_id, 0)
                 reads[request_id] = tokens
         self._touched.clear()
+        for group, requests in filed.items():
+            if requests:
+                group.add(requests)
+        for request in filed[self._cpu]:
+            if request.request_id not in self._in_ages:
+                self._in_ages.add(request.request_id)
+                heappush(self._ages, request.request_id)
 
     def _group(self, request: Request) -> _Group:
         if request.in_flight:

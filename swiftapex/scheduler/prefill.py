@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from swiftapex.core.plan import Row
 from swiftapex.core.request import Placement, Request
@@ -139,7 +138,7 @@ def overlap_chunk_tokens(
     def fits(tokens: int) -> bool:
         return overlap_us(cost, first_chunks(load, tokens), in_flight) <= longest
 
-    return most_that(fits, total)
+    return most_that(fits, total, fine=32)
 
 
 def first_chunks(load: Load, tokens: int) -> Load:
@@ -149,16 +148,17 @@ def first_chunks(load: Load, tokens: int) -> Load:
         if left > 0:
             chunks.append((min(count, left), prefix))
         left -= count
-    rows = load.without_chunks().rows + tokens
-    return replace(load, rows=rows, chunks=tuple(chunks))
+    rows = load.rows - sum(count for count, _ in load.chunks) + tokens
+    return load._replace(rows=rows, chunks=tuple(chunks))
 
 
-def most_that(fits: Callable[[int], bool], total: int) -> int:
-    """The largest number in [1, total] that fits, by bisection; 1 where none does."""
+def most_that(fits: Callable[[int], bool], total: int, fine: int | None = None) -> int:
+    """The largest number in [1, total] that fits, by bisection; 1 where none does. With `fine`, one
+    that fits and is less by at most 1 / fine."""
     if fits(total):
         return total
     low, high = 1, max(1, total)
-    while low < high:
+    while high - low > (low // fine if fine else 0):
         middle = (low + high + 1) // 2
         if fits(middle):
             low = middle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
@@ -25,7 +25,7 @@ from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
 
 _LOOK_ON = 32  # candidates that are looked at after the last one that fitted
-_TOGETHER = 16  # of so many that were taken, a group of one more
+_SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,11 @@ def choose_split(
     (which starts as `main`) and sub-batch 1 (empty), with room for `rooms` more rows.
 
     Each goes where the CPU has more time left (`spare_us`), and only if that stays >= 0: then its
-    attention is hidden behind the GPU's work. One that does not fit is left out, with all that are
-    longer; the search ends where 32 in a row were. With n taken, n / 16 more are tried together,
-    which saves time and is as fine. The first `forced` are taken even if they are not hidden.
-    Without rows in `main` there is nothing to hide behind, and all are taken in two halves.
+    attention is hidden behind the GPU's work. As long as there is time for many, half as many are
+    tried together, which saves time and is as fine. One that does not fit is left out, with all
+    that are longer; the search ends where 32 in a row were. The first `forced` are taken even if
+    they are not hidden. Without rows in `main` there is nothing to hide behind, and all are taken
+    in two halves.
     """
     halves = _Halves(cost, main, rooms)
     candidates = enumerate(contexts)
@@ -63,23 +64,19 @@ def choose_split(
         return halves.split()
     for index, tokens in islice(candidates, forced):
         halves.take([index], tokens, must=True)
+    group = list(islice(candidates, 1))
+    while group and halves.take([i for i, _ in group], sum(tokens for _, tokens in group)):
+        size = halves.group_size()
+        group = list(islice(candidates, size)) if size > 1 else []
     left_out = float("inf")  # tokens of the shortest one that did not fit
     since = 0  # candidates looked at since one was taken
-    for index, tokens in candidates:
-        more = halves.count // _TOGETHER
-        if more and not since:
-            group = [(index, tokens), *islice(candidates, more)]
-            if halves.take([i for i, _ in group], sum(t for _, t in group)):
-                continue
-        else:
-            group = [(index, tokens)]
-        for index, tokens in group:
-            since += 1
-            if tokens < left_out:
-                if halves.take([index], tokens):
-                    since = 0
-                else:
-                    left_out = tokens
+    for index, tokens in chain(group, candidates):
+        since += 1
+        if tokens < left_out:
+            if halves.take([index], tokens):
+                since = 0
+            else:
+                left_out = tokens
         if since >= _LOOK_ON or halves.are_full:
             break
     return halves.split()
@@ -95,6 +92,7 @@ class _Halves:
         self._rooms = list(rooms)
         self._picks: tuple[list[int], list[int]] = ([], [])
         self._tokens, self._counts = [main.cpu_tokens, 0], [main.cpu_requests, 0]
+        self._attention = [cpu_side_attention_us(cost, main), 0.0]  # T_ca
         self._gpu_attention = gpu_side_attention_us(cost, main)
         self._linear = [self._linear_us(0), self._linear_us(1)]
 
@@ -102,22 +100,37 @@ class _Halves:
     def are_full(self) -> bool:
         return max(self._rooms) <= 0
 
+    @property
+    def _beside(self) -> tuple[float, float]:
+        """T_l1 + T_ga0 hides what the CPU does for the first half, T_l0 what for the second."""
+        return self._linear[1] + self._gpu_attention, self._linear[0]
+
+    def group_size(self) -> int:
+        """How many candidates may be tried together, after the first one: half of those that, as
+        long as the ones so far, the CPU has time for beside one half."""
+        reads = sum(self._tokens) - self._main.cpu_tokens
+        us = self._cost.cpu_attention_us(_SAMPLE * reads // self.count, _SAMPLE) / _SAMPLE
+        spare = max(b - a for b, a in zip(self._beside, self._attention, strict=True))
+        return max(1, min(int(spare / us) if us > 0 else _SAMPLE, max(self._rooms)) // 2)
+
     def take(self, indices: Sequence[int], tokens: int, must: bool = False) -> bool:
         """Puts candidates that read `tokens` tokens together where the CPU has more time left: if
         it has any for them, or they `must`."""
-        count, attention_us = len(indices), self._cost.cpu_attention_us
-        # T_l0 hides what the CPU does for the second half, T_l1 + T_ga0 what it does for the first.
-        beside = (self._linear[1] + self._gpu_attention, self._linear[0])
-        best, spare = -1, 0.0
-        for half in (1, 0):
-            if count <= self._rooms[half]:
-                attention = attention_us(self._tokens[half] + tokens, self._counts[half] + count)
-                left = beside[half] - attention
-                if best < 0 or left > spare:
-                    best, spare = half, left
+        count, best, spare, best_us = len(indices), -1, float("-inf"), 0.0
+        beside = self._beside
+        now = (beside[0] - self._attention[0], beside[1] - self._attention[1])
+        for half in (1, 0) if now[1] >= now[0] else (0, 1):
+            if count > self._rooms[half] or now[half] <= spare:  # it will have less than now
+                continue
+            us = self._cost.cpu_attention_us(
+                self._tokens[half] + tokens, self._counts[half] + count
+            )
+            if beside[half] - us > spare:
+                best, spare, best_us = half, beside[half] - us, us
         if best < 0 or (spare < 0 and not must):
             return False
         self._put(best, indices, tokens)
+        self._attention[best] = best_us
         self._linear[best] = self._linear_us(best)
         return True
 
@@ -174,7 +187,8 @@ def add_split(
     """Puts the chosen CPU decodes into the drafts, in the order of `requests`."""
     if state.blocks.num_free(Placement.CPU) >= split.count:  # nobody has to yield
         for draft, picks in zip(drafts, split.picks, strict=True):
-            state.add_decodes(draft, [requests[index] for index in picks])
+            seen = requests.first(max(picks, default=-1) + 1)
+            state.add_decodes(draft, [seen[index] for index in picks])
         return
     half_of = {index: half for half in (0, 1) for index in split.picks[half]}
     for index in sorted(half_of):

@@ -7,10 +7,10 @@ in, and in what order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
-from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan
+from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, decode_rows
 from swiftapex.core.request import Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.cohorts import CohortBook
@@ -70,10 +70,9 @@ class SchedulerState:
         be read before a request moves, starts or yields."""
         return self._unplanned(self._index.cpu_decodes)
 
-    @property
-    def oldest_cpu_decode(self) -> Request | None:
-        """The oldest one that is not in flight; it may have a row in this plan."""
-        return self._index.oldest_cpu_decode
+    def cpu_decodes_by_age(self) -> Iterator[Request]:
+        """As `decoding` on the CPU, one by one; they may have a row in this plan."""
+        return self._index.cpu_decodes_by_age()
 
     @property
     def idle_on_cpu(self) -> Iterable[Request]:
@@ -183,19 +182,22 @@ class SchedulerState:
     def add_decodes(self, batch: BatchDraft, requests: Sequence[Request]) -> int:
         """`add_decode` for free requests that decode on one side, in order, until the batch is full
         or one finds no block; returns how many were added."""
-        rows: list[Row] = []
-        holds, planned = self.blocks.holds, self._planned
-        for request in requests[: batch.row_room]:
-            request_id, position = request.request_id, request.num_computed
-            if not holds(request_id, position + 1):
+        requests = requests[: batch.row_room]
+        if not requests:
+            return 0
+        iteration, count = self.iteration, 0
+        ids = [request.request_id for request in requests]
+        for request, room in zip(requests, self.blocks.rooms_of(ids), strict=True):
+            if request.num_computed >= room:
                 if not self.has_block(request):
                     break
-                self._note_blocks(request, self.blocks.append(request_id, position + 1))
-            rows.append(Row(request_id, request.placement, position, None, True))
-            planned.add(request_id)
-            request.last_served = self.iteration
-        batch.add_decodes(rows)
-        return len(rows)
+                self._note_blocks(request, self.blocks.append(ids[count], room + 1))
+            request.last_served = iteration
+            count += 1
+        starts = [request.num_computed for request in requests[:count]]
+        self._planned.update(ids[:count])
+        batch.add_decodes(decode_rows(ids[:count], requests[0].placement, starts))
+        return count
 
     def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int) -> int:
         """Adds the next prefill chunk of a running request; returns its tokens (0: no room)."""
@@ -336,15 +338,17 @@ class SchedulerState:
             if (request := running(move.request_id)) is not None:
                 request.moving = False
         for row in (row for b in plan.sub_batches + plan.new_cohorts for row in b.rows):
-            if row.is_decode and row.placement is Placement.GPU:
+            if row.placement is Placement.GPU and row.is_decode:
                 continue  # stays what and where it is
+            if row.request_id in in_flight:
+                continue  # see below
             if (request := running(row.request_id)) is not None:
                 self._advanced(request)
         for request_id in self._in_flight ^ in_flight:
             if (request := running(request_id)) is not None:
                 request.in_flight = request_id in in_flight
                 request.last_served = self.iteration - 1  # until then it was under way
-                self._index.touch(request)
+                (self._index.park if request.in_flight else self._index.touch)(request)
         self._in_flight = in_flight
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)

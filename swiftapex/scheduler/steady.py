@@ -24,6 +24,7 @@ from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.state import SchedulerState
 
 _ROUNDS = 6  # in which the chunk settles at what the iteration's tokens ask for
+_CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are on their way
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
@@ -81,6 +82,7 @@ class Steady:
     rate: float  # tokens per µs
     us: float
     chunk: int  # tokens of prefill in it
+    on_cpu: int = 0  # requests on the CPU that it takes
 
 
 def gpu_only(cost: CostModel, mix: Mix) -> Steady:
@@ -92,7 +94,11 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
 
 
 def asymmetric(cost: CostModel, mix: Mix) -> Steady:
-    """Both halves hold as many CPU decodes as the other's work on the GPU hides."""
+    """Both halves hold as many CPU decodes as the other's work on the GPU hides.
+
+    A longer chunk may hide nearly as many more decodes as it takes to ask for it. Then the chunk
+    stays short of where it would settle, which hangs on every percent of the cost model: the yield
+    would hardly grow, and iterations would take several times as long."""
     each_us = cost.cpu_attention_us(_SAMPLE * mix.tokens_each, _SAMPLE) / _SAMPLE
     first, second, tokens, chunk = mix.with_chunk(0), Load(), float(mix.gpu_decodes), 0
     for _ in range(_ROUNDS):
@@ -106,7 +112,8 @@ def asymmetric(cost: CostModel, mix: Mix) -> Steady:
         second = Load().with_cpu_decodes(in_second * mix.tokens_each, in_second)
         first = alone.with_cpu_decodes(in_first * mix.tokens_each, in_first)
         tokens = mix.gpu_decodes + in_first + in_second
-    return _steady(mix, tokens, chunk, asymmetric_us(cost, first, second))
+    on_cpu = int(_CHOICE * (first.cpu_requests + second.cpu_requests))
+    return _steady(mix, tokens, chunk, asymmetric_us(cost, first, second), on_cpu)
 
 
 def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
@@ -114,23 +121,23 @@ def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
     all of them takes the CPU longer."""
     wanted = cohorts_wanted(mix.cpu_decodes, cohorts)
     visit = visit_us(cost, mix.cpu_decodes * mix.tokens_each, wanted, mix.cpu_decodes)
-    tokens, chunk, us = float(mix.gpu_decodes), 0, 0.0
+    tokens, chunk, us, advance = float(mix.gpu_decodes), 0, 0.0, 1.0
     for _ in range(_ROUNDS):
         chunk = _chunk(mix, tokens)
         us = overlap_us(cost, mix.with_chunk(chunk), mix.cpu_decodes, wanted)
         advance = min(1.0, us / visit) if visit > 0 else 1.0
         tokens = mix.gpu_decodes + advance * overlap_tokens(cost, mix.cpu_decodes)
-    return _steady(mix, tokens, chunk, us)
+    return _steady(mix, tokens, chunk, us, int(advance * mix.cpu_decodes))
 
 
 def _chunk(mix: Mix, tokens: float) -> int:
     return int(min(mix.prompt_share * tokens, mix.max_tokens - mix.gpu_decodes))
 
 
-def _steady(mix: Mix, tokens: float, chunk: int, us: float) -> Steady:
+def _steady(mix: Mix, tokens: float, chunk: int, us: float, on_cpu: int = 0) -> Steady:
     """Where the chunk is cut off, requests cannot begin as fast as they could end."""
     if us <= 0:
         return Steady(0.0, 0.0, chunk)
     asked = mix.prompt_share * tokens
     share = min(1.0, (chunk + 1) / asked) if asked > 0 else 1.0
-    return Steady(tokens * share / us, us, chunk)
+    return Steady(tokens * share / us, us, chunk, on_cpu)
