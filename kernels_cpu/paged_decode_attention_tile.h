@@ -46,45 +46,65 @@ struct TileShape {
 // `far`: the next tile, from memory into the second-level cache. Its lines are requested from four
 // places in turn: a hardware prefetcher follows each of them within its page, and together they
 // keep more requests on their way than one core has line buffers for.
-// `near`: what is read kNearBytes later, on its way into the first-level cache. Fetching from
-// memory straight into that one leaves memory idle, for want of line buffers.
+// `near`: what is read kNearBytes later, on its way into the first-level cache: the rest of this
+// plane, then the beginning of the one that follows. Fetching from memory straight into that cache
+// leaves memory idle, for want of line buffers.
 struct Prefetch {
     static constexpr int kStreams = 4;
-    static constexpr int kGroup = kStreams * 64;  // bytes of both that are fetched at once
+    static constexpr int kGroup = kStreams * 64;  // bytes that are fetched at once
     static constexpr int kNearBytes = 32 * 64;
 
-    const char* far[kStreams];
-    const char* near;
-    int64_t groups;                            // that are left
-    int64_t groups_per_step, steps_per_group;  // one of them is 1
-    int64_t wait;                              // steps up to the next group
+    struct Near {
+        const char *at, *end, *after;  // `after` follows `end`
+        int groups;
+    };
 
-    static Prefetch over(const char* const (&far)[kStreams], const char* near, int64_t groups,
-                         int64_t steps) {
-        if (steps == 0 || groups == 0) return {{}, nullptr, 0, 0, 0, 0};
-        return {{far[0], far[1], far[2], far[3]},    near, groups, (groups + steps - 1) / steps,
+    const char* far[kStreams];
+    int far_groups;  // that are left
+    Near near;
+    int groups_per_step, steps_per_group;  // one of them is 1
+    int wait;                              // steps up to the next group
+
+    static Prefetch over(const char* const (&far)[kStreams], int far_groups, const Near& near,
+                         int steps) {
+        const int groups = far_groups > near.groups ? far_groups : near.groups;
+        if (steps == 0 || groups == 0) return {{}, 0, {}, 0, 0, 0};
+        return {{far[0], far[1], far[2], far[3]},    far_groups, near, (groups + steps - 1) / steps,
                 steps > groups ? steps / groups : 1, 1};
     }
 
     [[gnu::always_inline]] void step() {
         if (--wait > 0) return;
         wait = steps_per_group;
-        for (int64_t i = 0; i < groups_per_step && groups > 0; ++i, --groups) {
-            for (int j = 0; j < kStreams; ++j) {
-                prefetch_far(far[j]);
-                prefetch(near + j * 64);
-                far[j] += 64;
-            }
-            near += kGroup;
+        for (int i = 0; i < groups_per_step; ++i) {
+            if (far_groups > 0) fetch_far();
+            if (near.groups > 0) fetch_near();
+        }
+    }
+
+    [[gnu::always_inline]] void fetch_far() {
+        --far_groups;
+        for (int j = 0; j < kStreams; ++j) {
+            prefetch_far(far[j]);
+            far[j] += 64;
+        }
+    }
+
+    [[gnu::always_inline]] void fetch_near() {
+        --near.groups;
+        for (int j = 0; j < kStreams; ++j) prefetch(near.at + j * 64);
+        near.at += kGroup;
+        if (near.at >= near.end) {
+            near.at = near.after;
+            near.end = near.after + near.groups * kGroup;
         }
     }
 };
 
-// acc[h][t] += q[h] * k[t] for one vector pair.
-template <class Shape, bool Partial, class T>
+// acc[h][t] += q[h] * k[t] for one vector pair and kTokens tokens.
+template <int kHeads, int kTokens, bool Partial, class T>
 [[gnu::always_inline]] inline void score_pair(const T* k, int64_t head_dim, int n, const float* q,
-                                              int q_stride, F32 (&acc)[Shape::kLanes]) {
-    constexpr int kTokens = Shape::kTokens, kHeads = Shape::kHeads;
+                                              int q_stride, F32 (&acc)[kHeads * kTokens]) {
     F32 k0[kTokens], k1[kTokens];
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
@@ -116,13 +136,34 @@ template <class Shape, bool Partial, class T>
     }
 }
 
-// scores = q * k for `tokens` tokens, rounded up to whole vectors: the surplus
-// reads rows of the block that hold no tokens yet, and what it writes means
-// nothing. Steps of an `ahead` that score_tokens and add_values make.
+// acc[h][t] = q[h] * k[t], in lanes that are yet to be added up.
+template <int kHeads, int kTokens, class T>
+[[gnu::always_inline]] inline void score_rows(const T* k, int head_dim, const float* q,
+                                              int q_stride, Prefetch& ahead,
+                                              F32 (&acc)[kHeads * kTokens]) {
+    const int whole = head_dim / kPair * kPair;
+#pragma GCC unroll 32
+    for (int i = 0; i < kHeads * kTokens; ++i) acc[i] = zero();
+    for (int d = 0; d < whole; d += kPair) {
+        ahead.step();
+        score_pair<kHeads, kTokens, false>(k + d, head_dim, 0, q + d, q_stride, acc);
+    }
+    if (whole < head_dim) {
+        score_pair<kHeads, kTokens, true>(k + whole, head_dim, head_dim - whole, q + whole,
+                                          q_stride, acc);
+    }
+}
+
+// Tokens that score_tokens computes at once where a tile's last vectors are not full.
+constexpr int kTailTokens = 4;
+
+// Steps of an `ahead` that score_tokens and add_values make.
 template <class Shape>
 inline int score_steps(int head_dim, int tokens) {
-    constexpr int kTokens = Shape::kTokens;
-    return (tokens + kTokens - 1) / kTokens * (head_dim / kPair);
+    const int whole = tokens / Shape::kTokens, left = tokens % Shape::kTokens;
+    const int tails =
+        Shape::kTokens > kTailTokens ? (left + kTailTokens - 1) / kTailTokens : int(left > 0);
+    return (whole + tails) * (head_dim / kPair);
 }
 template <class Shape>
 inline int value_steps(int head_dim, int tokens) {
@@ -131,30 +172,59 @@ inline int value_steps(int head_dim, int tokens) {
     return tokens * (pairs / kPairs + pairs % kPairs);
 }
 
+template <class Shape>
+[[gnu::always_inline]] inline void store_scores(const F32 (&acc)[Shape::kLanes], float* scores) {
+#pragma GCC unroll 4
+    for (int v = 0; v < Shape::kVectors; ++v) {
+        F32 sums[kWidth];
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i) sums[i] = acc[v * kWidth + i];
+        store(scores + v * kWidth, transpose_sum(sums));
+    }
+}
+
+// The last vectors' scores where they are not full: no rows are read far beyond the tokens.
+template <class Shape, class T>
+inline void score_tail(const T* k, int head_dim, int tokens, const float* q, int q_stride,
+                       Prefetch& ahead, float* scores) {
+    constexpr int kHeads = Shape::kHeads;
+    F32 acc[Shape::kLanes];
+#pragma GCC unroll 32
+    for (int i = 0; i < Shape::kLanes; ++i) acc[i] = zero();
+    for (int token = 0; token < tokens; token += kTailTokens) {
+        F32 part[kHeads * kTailTokens];
+        score_rows<kHeads, kTailTokens>(k + int64_t(token) * head_dim, head_dim, q, q_stride, ahead,
+                                        part);
+        for (int h = 0; h < kHeads; ++h) {
+            for (int t = 0; t < kTailTokens; ++t) {
+                acc[h * Shape::kTokens + token + t] = part[h * kTailTokens + t];
+            }
+        }
+    }
+    store_scores<Shape>(acc, scores);
+}
+
+// scores = q * k for `tokens` tokens, rounded up to whole vectors: the surplus reads up to
+// three rows of the block that hold no tokens yet, and what it writes means nothing.
 template <class Shape, class T>
 inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, int q_stride,
                          Prefetch ahead, float* scores) {
-    const int whole = head_dim / kPair * kPair;
     for (int token = 0; token < tokens; token += Shape::kTokens) {
         const T* rows = k + int64_t(token) * head_dim;
-        F32 acc[Shape::kLanes];
+        if constexpr (Shape::kTokens > kTailTokens) {
+            if (tokens - token < Shape::kTokens) {
+                return score_tail<Shape>(rows, head_dim, tokens - token, q, q_stride, ahead,
+                                         scores);
+            }
+        }
+        F32 acc[Shape::kHeads * Shape::kTokens];
+        score_rows<Shape::kHeads, Shape::kTokens>(rows, head_dim, q, q_stride, ahead, acc);
+        F32 padded[Shape::kLanes];
 #pragma GCC unroll 32
-        for (int i = 0; i < Shape::kLanes; ++i) acc[i] = zero();
-        for (int d = 0; d < whole; d += kPair) {
-            ahead.step();
-            score_pair<Shape, false>(rows + d, head_dim, 0, q + d, q_stride, acc);
+        for (int i = 0; i < Shape::kLanes; ++i) {
+            padded[i] = i < Shape::kHeads * Shape::kTokens ? acc[i] : zero();
         }
-        if (whole < head_dim) {
-            score_pair<Shape, true>(rows + whole, head_dim, head_dim - whole, q + whole, q_stride,
-                                    acc);
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < Shape::kVectors; ++v) {
-            F32 sums[kWidth];
-#pragma GCC unroll 16
-            for (int i = 0; i < kWidth; ++i) sums[i] = acc[v * kWidth + i];
-            store(scores + v * kWidth, transpose_sum(sums));
-        }
+        store_scores<Shape>(padded, scores);
         scores += Shape::kLanes;
     }
 }
@@ -193,6 +263,27 @@ struct TokenScales {
     }
 };
 
+// Sets the scores of a tile's last vectors to -infinity, but for those of the first `left` tokens.
+template <class Shape>
+inline void hide_surplus(float* scores, int left) {
+    constexpr float x = kInfinity;
+    static constexpr float kLimits[32] = {-x, -x, -x, -x, -x, -x, -x, -x, -x, -x, -x,
+                                          -x, -x, -x, -x, -x, x,  x,  x,  x,  x,  x,
+                                          x,  x,  x,  x,  x,  x,  x,  x,  x,  x};
+    const float* limits = kLimits + 16 - left * Shape::kTokenStride;
+    F32 limit;
+    if constexpr (Shape::kTokenStride == 1) {
+        limit = repeat<Shape::kTokens>(limits);
+    } else {
+        limit = load(limits);
+    }
+    for (int i = 0; i < Shape::kLanes; i += kWidth) {
+        // Negated, as max() takes the second operand where the first one is NaN.
+        const F32 negated = sub(zero(), load(scores + i));
+        store(scores + i, sub(zero(), max(negated, limit)));
+    }
+}
+
 // Turns scores into 2^(score * scale - maximum) with the running maximum.
 // `maximum` and `sum` are the state of the heads, one vector of lanes each: the
 // maximum is the same in a head's lanes, the sum is spread over them. `rescale`
@@ -208,10 +299,9 @@ inline void softmax_tokens(float* scores, int tokens, float scale, Scales scales
             store(scores + i, scales.template scaled_score<Shape>(load(scores + i), token(i)));
         }
     }
-    for (int t = tokens; t % Shape::kTokens != 0; ++t) {
-        for (int h = 0; h < Shape::kPadded; ++h) {
-            scores[Shape::index(t) + h * Shape::kHeadStride] = -kInfinity;
-        }
+    if (tokens % Shape::kTokens != 0) {
+        float* last = scores + vectors_end - Shape::kLanes;
+        hide_surplus<Shape>(last, tokens % Shape::kTokens);
     }
     for (int v = 0; v < Shape::kLanes; v += kWidth) {
         F32 highest = load(scores + v);
