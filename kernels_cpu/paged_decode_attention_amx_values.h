@@ -42,6 +42,9 @@ struct Values<BFloat16> {
         Fma::add<Heads>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
     }
 
+    template <int Heads>
+    static void finish(float*, int) {}
+
     // A new maximum is rare once some blocks have been read.
     template <int Heads>
     static void rescale_values(const float* rescale, float* values, int stride) {

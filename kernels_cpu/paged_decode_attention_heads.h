@@ -99,6 +99,7 @@ struct FmaScores {
     template <int Heads>
     using Shape = TileShape<Heads, false>;
     static constexpr int kQueryRows = 1;  // of float32 per query head
+    using Scales = TokenScales;
 
     template <int Heads>
     static float remaining_scale(float) {
@@ -149,6 +150,10 @@ struct FmaValues {
                     Prefetch ahead, float* values, int stride) {
         add_values<Shape<Heads>>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
     }
+
+    // Puts a tile's values, once all are added, into the order of vector pairs.
+    template <int Heads>
+    static void finish(float*, int) {}
 };
 
 // As Scores.
@@ -157,6 +162,7 @@ struct Values : FmaValues<T> {};
 
 #ifdef __AMX_BF16__
 }  // namespace swiftapex::SWIFTAPEX_ISA
+#include "kernels_cpu/paged_decode_attention_amx_int8_values.h"
 #include "kernels_cpu/paged_decode_attention_amx_values.h"
 namespace swiftapex::SWIFTAPEX_ISA {
 #endif
@@ -228,8 +234,8 @@ struct BlockRunner {
         Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
         const float remaining = Scores<T>::template remaining_scale<Heads>(scale);
         if constexpr (kScaleElements<T> > 0) {
-            const TokenScales scales{plane_scales(k, block_size, head_dim),
-                                     plane_scales(v, block_size, head_dim)};
+            const typename Scores<T>::Scales scales{plane_scales(k, block_size, head_dim),
+                                                    plane_scales(v, block_size, head_dim)};
             if (next != nullptr) fetch_scales();
             softmax_tokens<Shape>(scores, tokens, remaining, scales, maxima, sums, rescale);
         } else {
@@ -264,7 +270,8 @@ struct StartRunner {
 // Writes a tile's output, or keeps what a merge needs of it: its values lie there already.
 template <class T, class A>
 struct FinishRunner {
-    const float *maxima, *sums, *values;  // of the tile's first query head, as all that follow
+    const float *maxima, *sums;  // of the tile's first query head, as all that follow
+    float* values;
     int head_dim;
     A* out;                          // null: the tile is a part of a merge
     float *kept_maxima, *kept_sums;  // [heads]
@@ -272,6 +279,7 @@ struct FinishRunner {
     template <int Heads>
     void run() const {
         using Shape = typename Scores<T>::template Shape<Heads>;
+        Values<T>::template finish<Heads>(values, head_dim);
         for (int h = 0; h < Heads; ++h) {
             const int first = h * Shape::kHeadStride;
             float sum = 0.0f;
