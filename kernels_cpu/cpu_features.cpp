@@ -54,7 +54,8 @@ CpuFeatures detect() {
     features.avx512 = features.avx2 && f && dq && bw && vl && (states & kZmm) == kZmm;
     features.avx512_bf16 = features.avx512 && bit(leaf7_1.eax, 5);
 
-    const bool amx = bit(leaf7.edx, 22) && bit(leaf7.edx, 24);
+    // Processors with bfloat16 tiles have those of whole numbers too.
+    const bool amx = bit(leaf7.edx, 22) && bit(leaf7.edx, 24) && bit(leaf7.edx, 25);
     features.amx_bf16 =
         features.avx512_bf16 && amx && (states & kTiles) == kTiles && request_tile_state();
     return features;

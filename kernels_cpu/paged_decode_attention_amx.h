@@ -40,6 +40,16 @@ inline void copy_tile(const BFloat16* x, int64_t stride, int rows, int n, BFloat
     }
 }
 
+// In each quarter: x[i] word j <-> x[j] word i.
+inline void transpose_quarters(__m512i (&x)[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi64(a, c);
+    x[1] = _mm512_unpackhi_epi64(a, c);
+    x[2] = _mm512_unpacklo_epi64(b, d);
+    x[3] = _mm512_unpackhi_epi64(b, d);
+}
+
 template <class A>
 constexpr int kQueryTerms = 2;
 template <>
@@ -67,23 +77,58 @@ struct Scores<BFloat16> {
         return kUseTiles<Heads> ? scale : 1.0f;
     }
 
-    // rows: [term][padded head_dim / 2][kPadded] pairs of bfloat16.
+    // rows: [term][padded head_dim / 2][8] pairs of bfloat16; heads beyond Heads are zero.
     template <int Heads, class A>
     static void pack_queries(const A* q, int head_dim, float* rows) {
-        constexpr int kPadded = Shape<Heads>::kPadded;
-        const int pairs = padded_head_dim(head_dim) / 2;
-        BFloat16* packed = reinterpret_cast<BFloat16*>(rows);
-        memset(packed, 0, size_t(kQueryTerms<A>) * pairs * kPadded * 4);
-        for (int h = 0; h < Heads; ++h) {
-            for (int d = 0; d < head_dim; d += 8) {
-                F32 x = load_partial(q + h * head_dim + d, 8);
-                for (int term = 0; term < kQueryTerms<A>; ++term) {
-                    BFloat16 part[kWidth];
-                    store(part, x);
-                    x = sub(x, load(part));
-                    BFloat16* out = packed + ((term * pairs + d / 2) * kPadded + h) * 2;
-                    for (int i = 0; i < 8; ++i) out[i / 2 * kPadded * 2 + i % 2] = part[i];
-                }
+        const int padded = padded_head_dim(head_dim);
+        for (int d = 0; d < padded; d += 32) {
+            const int n = head_dim - d < 32 ? head_dim - d : 32;
+            __m512i terms[kQueryTerms<A>][8];
+            for (int h = 0; h < 8; ++h) {
+                for (auto& term : terms) term[h] = _mm512_setzero_si512();
+            }
+            for (int h = 0; h < Heads; ++h) {
+                query_terms(q + int64_t(h) * head_dim + d, n, h, terms);
+            }
+            for (int term = 0; term < kQueryTerms<A>; ++term) {
+                store_columns(terms[term], rows + (term * padded + d) / 2 * 8);
+            }
+        }
+    }
+
+    // 32 elements of head h, zero from n on.
+    static void query_terms(const BFloat16* q, int n, int h, __m512i (&terms)[1][8]) {
+        terms[0][h] = _mm512_maskz_loadu_epi16(__mmask32((uint64_t{1} << n) - 1), q);
+    }
+    template <class A>
+    static void query_terms(const A* q, int n, int h, __m512i (&terms)[2][8]) {
+        F32 x[2];
+        load_pair_partial(q, n, x[0], x[1]);
+        for (auto& term : terms) {
+            BFloat16 part[2 * kWidth];
+            for (int i = 0; i < 2; ++i) {
+                store(part + i * kWidth, x[i]);
+                x[i] = sub(x[i], load(part + i * kWidth));
+            }
+            term[h] = _mm512_loadu_si512(part);
+        }
+    }
+
+    // out[i][h] = word i of x[h], for 16 words.
+    static void store_columns(const __m512i (&x)[8], float* out) {
+        __m512i low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+        transpose_quarters(low);  // word i of quarter k: word 4 * k + j of x[i] in low[j]
+        transpose_quarters(high);
+        for (int j = 0; j < 4; ++j) {
+            const __m512i pairs[2] = {_mm512_shuffle_i32x4(low[j], high[j], 0x44),
+                                      _mm512_shuffle_i32x4(low[j], high[j], 0xEE)};
+            for (int k = 0; k < 4; ++k) {  // the quarters k and k + 2 of a pair are a row
+                const __m512i row = _mm512_permutex2var_epi64(
+                    pairs[k / 2],
+                    k % 2 == 0 ? _mm512_setr_epi64(0, 1, 4, 5, 0, 1, 4, 5)
+                               : _mm512_setr_epi64(2, 3, 6, 7, 2, 3, 6, 7),
+                    pairs[k / 2]);
+                _mm256_storeu_si256((__m256i*)(out + (4 * k + j) * 8), _mm512_castsi512_si256(row));
             }
         }
     }

@@ -8,16 +8,6 @@
 
 namespace swiftapex::SWIFTAPEX_ISA {
 
-// In each quarter: x[i] word j <-> x[j] word i.
-inline void transpose_quarters(__m512i (&x)[4]) {
-    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
-    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-    x[0] = _mm512_unpacklo_epi64(a, c);
-    x[1] = _mm512_unpackhi_epi64(a, c);
-    x[2] = _mm512_unpacklo_epi64(b, d);
-    x[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 // [heads][16 tokens] of one term, for the odd elements and for the even ones.
 struct alignas(64) WeightTiles {
     uint32_t odd[8 * 16], even[8 * 16];
@@ -29,26 +19,31 @@ struct Values<BFloat16> {
     template <int Heads>
     static constexpr bool kUseTiles = Scores<BFloat16>::kUseTiles<Heads>;
     static constexpr int kSteps = 8;  // of a prefetch, per 32 tokens and 32 of head_dim
+    // Fewer tokens take multiply-adds less time: tile products take as long for one as for 32.
+    static constexpr int kMinTokens = 17;
 
     template <int Heads>
     static int steps(int head_dim, int tokens) {
-        if constexpr (kUseTiles<Heads>) {
+        if (kUseTiles<Heads> && tokens >= kMinTokens) {
             return (tokens + 31) / 32 * ((head_dim + 31) / 32) * kSteps;
-        } else {
-            return Fma::steps<Heads>(head_dim, tokens);
         }
+        return Fma::steps<Heads>(head_dim, tokens);
     }
 
     template <int Heads>
     static void add(const BFloat16* v, int head_dim, int tokens, float* weights,
                     const float* rescale, Prefetch ahead, float* values, int stride) {
         if constexpr (kUseTiles<Heads>) {
-            rescale_values<Heads>(rescale, values, stride);
-            add_tiles(v, head_dim, tokens, weights, ahead, values, stride);
-        } else {
-            Fma::add<Heads>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
+            if (tokens >= kMinTokens) {
+                rescale_values<Heads>(rescale, values, stride);
+                return add_tiles(v, head_dim, tokens, weights, ahead, values, stride);
+            }
         }
+        Fma::add<Heads>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
     }
+
+    template <int Heads>
+    static void finish(float*, int) {}
 
     // A new maximum is rare once some blocks have been read.
     template <int Heads>

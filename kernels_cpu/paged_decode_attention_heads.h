@@ -38,12 +38,15 @@ inline void write_head(const float* x, int head_dim, float scale, A* y) {
     }
 }
 
+template <class T>
+inline void convert_head(const T* x, int head_dim, T* y) {
+    __builtin_memcpy(y, x, size_t(head_dim) * sizeof(T));
+}
+
 template <class T, class A>
 inline void convert_head(const A* x, int head_dim, T* y) {
-    for (int d = 0; d < head_dim; d += kWidth) {
-        const int n = head_dim - d < kWidth ? head_dim - d : kWidth;
-        store_partial(y + d, n, load_partial(x + d, n));
-    }
+    for_vectors(head_dim,
+                [&](int64_t i, int lanes) { store_lanes(y + i, lanes, load_lanes(x + i, lanes)); });
 }
 
 // The heads of a group are cut into tiles as even as possible: with 4 at most,
@@ -51,11 +54,16 @@ inline void convert_head(const A* x, int head_dim, T* y) {
 constexpr int kMaxTileHeads = kWidth == 16 ? 8 : 4;
 
 struct HeadTiles {
-    int group;
-    int count() const { return (group + kMaxTileHeads - 1) / kMaxTileHeads; }
-    int begin(int tile) const { return group * tile / count(); }
-    int heads(int tile) const { return begin(tile + 1) - begin(tile); }
-    bool are_even() const { return group % count() == 0; }
+    int count;
+    int least, larger;  // heads of a tile; tiles, the first ones, that have one more
+
+    explicit HeadTiles(int group)
+        : count((group + kMaxTileHeads - 1) / kMaxTileHeads),
+          least(group / count),
+          larger(group % count) {}
+    int begin(int tile) const { return least * tile + (tile < larger ? tile : larger); }
+    int heads(int tile) const { return least + int(tile < larger); }
+    bool are_even() const { return larger == 0; }
 };
 
 // Calls body.template run<heads>() with the number of heads as a constant.
@@ -91,6 +99,7 @@ struct FmaScores {
     template <int Heads>
     using Shape = TileShape<Heads, false>;
     static constexpr int kQueryRows = 1;  // of float32 per query head
+    using Scales = TokenScales;
 
     template <int Heads>
     static float remaining_scale(float) {
@@ -141,6 +150,10 @@ struct FmaValues {
                     Prefetch ahead, float* values, int stride) {
         add_values<Shape<Heads>>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
     }
+
+    // Puts a tile's values, once all are added, into the order of vector pairs.
+    template <int Heads>
+    static void finish(float*, int) {}
 };
 
 // As Scores.
@@ -149,6 +162,7 @@ struct Values : FmaValues<T> {};
 
 #ifdef __AMX_BF16__
 }  // namespace swiftapex::SWIFTAPEX_ISA
+#include "kernels_cpu/paged_decode_attention_amx_int8_values.h"
 #include "kernels_cpu/paged_decode_attention_amx_values.h"
 namespace swiftapex::SWIFTAPEX_ISA {
 #endif
@@ -159,29 +173,52 @@ struct BlockRunner {
     const T* k;  // planes [block_size, head_dim]
     const T* v;
     const T* next;  // the planes that are read after these, or null
-    int block_size, head_dim, tokens;
+    int block_size, head_dim, tokens, next_tokens;
     float scale;
     int tile, num_tiles;
     float *queries, *values, *maxima, *sums;  // of the tile's first query head
     float* scores;
 
+    // This tile's part of a plane's bytes that hold `count` tokens.
+    int part_begin(int count, int i) const {
+        const int size = count * head_dim * int(sizeof(T));
+        return i == 0 ? 0 : i == num_tiles ? size : int(int64_t(size) * i / num_tiles);
+    }
+    int part_groups(int count) const {
+        const int size = part_begin(count, tile + 1) - part_begin(count, tile);
+        return (size + Prefetch::kGroup - 1) / Prefetch::kGroup;
+    }
+
     // While `plane`, K or V, is read: half of this tile's part of the next planes, each of which
-    // is fetched from two places. Without next planes these are fetched again, to no effect.
+    // is fetched from two places.
     [[gnu::always_inline]] Prefetch ahead(const T* plane, int steps) const {
-        const int64_t size = int64_t(tokens) * head_dim * int64_t(sizeof(T));
-        const int64_t begin = size * tile / num_tiles, end = size * (tile + 1) / num_tiles;
-        const int64_t groups = (end - begin + Prefetch::kGroup - 1) / Prefetch::kGroup;
-        const int64_t half = groups * Prefetch::kGroup / 2;  // of a plane
-        const char* next_k = reinterpret_cast<const char*>(next != nullptr ? next : k) + begin +
+        const int groups = next != nullptr ? part_groups(next_tokens) : 0;
+        const int half = groups * Prefetch::kGroup / 2;  // of a plane
+        const char* next_k = reinterpret_cast<const char*>(next) + part_begin(next_tokens, tile) +
                              (plane == k ? 0 : half / 2);
         const char* next_v = next_k + (v - k) * int64_t(sizeof(T));
-        return Prefetch::over({next_k, next_k + half, next_v, next_v + half},
-                              reinterpret_cast<const char*>(plane) + begin + Prefetch::kNearBytes,
-                              groups, steps);
+        return Prefetch::over({next_k, next_k + half, next_v, next_v + half}, groups,
+                              near(plane, plane == k ? v : next), steps);
+    }
+
+    // after: the plane that is read after `plane`, or null.
+    [[gnu::always_inline]] Prefetch::Near near(const T* plane, const T* after) const {
+        const char* end = reinterpret_cast<const char*>(plane + int64_t(tokens) * head_dim);
+        const char* at =
+            reinterpret_cast<const char*>(plane) + part_begin(tokens, tile) + Prefetch::kNearBytes;
+        const int groups = part_groups(tokens);
+        if (after == nullptr) {
+            const int left = int((end - at + Prefetch::kGroup - 1) / Prefetch::kGroup);
+            return {at, end, at, left < 0 ? 0 : left < groups ? left : groups};
+        }
+        const char* start = reinterpret_cast<const char*>(after);
+        if (at < end) return {at, end, start, groups};
+        at = start + (at - end);
+        return {at, at + groups * Prefetch::kGroup, at, groups};
     }
 
     void fetch_scales() const {
-        for (int i = 0; i < tokens; i += 16) {
+        for (int i = 0; i < next_tokens; i += 16) {
             prefetch_far(plane_scales(next, block_size, head_dim) + i);
             prefetch_far(plane_scales(next + (v - k), block_size, head_dim) + i);
         }
@@ -197,8 +234,8 @@ struct BlockRunner {
         Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
         const float remaining = Scores<T>::template remaining_scale<Heads>(scale);
         if constexpr (kScaleElements<T> > 0) {
-            const TokenScales scales{plane_scales(k, block_size, head_dim),
-                                     plane_scales(v, block_size, head_dim)};
+            const typename Scores<T>::Scales scales{plane_scales(k, block_size, head_dim),
+                                                    plane_scales(v, block_size, head_dim)};
             if (next != nullptr) fetch_scales();
             softmax_tokens<Shape>(scores, tokens, remaining, scales, maxima, sums, rescale);
         } else {
@@ -230,21 +267,32 @@ struct StartRunner {
     }
 };
 
-// Reads the maximum and the sum of one of a tile's heads.
-template <class T>
-struct StateRunner {
-    const float *maxima, *sums;  // of the tile
-    int head;
-    float& maximum;
-    float& sum;
+// Writes a tile's output, or keeps what a merge needs of it: its values lie there already.
+template <class T, class A>
+struct FinishRunner {
+    const float *maxima, *sums;  // of the tile's first query head, as all that follow
+    float* values;
+    int head_dim;
+    A* out;                          // null: the tile is a part of a merge
+    float *kept_maxima, *kept_sums;  // [heads]
 
     template <int Heads>
     void run() const {
         using Shape = typename Scores<T>::template Shape<Heads>;
-        const int first = head * Shape::kHeadStride;
-        maximum = maxima[first];
-        sum = 0.0f;
-        for (int t = 0; t < Shape::kTokens; ++t) sum += sums[first + t * Shape::kTokenStride];
+        Values<T>::template finish<Heads>(values, head_dim);
+        for (int h = 0; h < Heads; ++h) {
+            const int first = h * Shape::kHeadStride;
+            float sum = 0.0f;
+            for (int t = 0; t < Shape::kTokens; ++t) sum += sums[first + t * Shape::kTokenStride];
+            if (out == nullptr) {
+                kept_maxima[h] = maxima[first];
+                kept_sums[h] = sum;
+                continue;
+            }
+            const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;  // an empty row gives zeros
+            write_head<T>(values + h * padded_head_dim(head_dim), head_dim, factor,
+                          out + h * head_dim);
+        }
     }
 };
 

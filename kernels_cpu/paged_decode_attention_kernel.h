@@ -34,6 +34,7 @@ struct DecodePieceRunner {
     const DecodeAttentionArgs& args;
     const DecodePlanView& plan;
     const DecodeScratch scratch;
+    const HeadTiles tiles{args.q_heads / args.kv_heads};
 
     int group() const { return args.q_heads / args.kv_heads; }
     int padded() const { return padded_head_dim(args.head_dim); }
@@ -50,18 +51,34 @@ struct DecodePieceRunner {
         return scratch.queries + h * Scores<T>::kQueryRows * padded();
     }
 
+    // Of the piece's query head h: a split row's values stay where the merge finds them.
+    float* values(const DecodePiece& piece, int64_t h) const {
+        float* first =
+            piece.slot < 0 ? scratch.values : plan.values + piece.slot * group() * padded();
+        return first + h * padded();
+    }
+
     void begin(const DecodePiece& piece) const {
-        const A* q = static_cast<const A*>(args.q) + piece.row * args.q_stride;
-        const HeadTiles tiles{group()};
+        const A* q = static_cast<const A*>(args.q) + piece.row * args.q_stride +
+                     int64_t(piece.head_begin) * group() * args.head_dim;
+        for_tiles(piece, [&](int heads, int64_t h) {
+            with_tile_heads(
+                heads, StartRunner<T, A>{q + h * args.head_dim, args.head_dim, base2_scale(),
+                                         queries(h), values(piece, h), scratch.maxima + h * kWidth,
+                                         scratch.sums + h * kWidth});
+        });
+    }
+
+    // Calls body(heads, h) for the tiles of all the piece's heads; h: a tile's first query head,
+    // counted from the piece's first one.
+    template <class Body>
+    void for_tiles(const DecodePiece& piece, Body body) const {
+        int64_t h = 0;
         for (int head = piece.head_begin; head < piece.head_end; ++head) {
-            for (int i = 0; i < tiles.count(); ++i) {
-                const int64_t h = int64_t(head - piece.head_begin) * group() + tiles.begin(i);
-                const int64_t q_head = int64_t(head) * group() + tiles.begin(i);
-                with_tile_heads(
-                    tiles.heads(i),
-                    StartRunner<T, A>{q + q_head * args.head_dim, args.head_dim, base2_scale(),
-                                      queries(h), scratch.values + h * padded(),
-                                      scratch.maxima + h * kWidth, scratch.sums + h * kWidth});
+            for (int i = 0; i < tiles.count; ++i) {
+                const int heads = tiles.heads(i);
+                body(heads, h);
+                h += heads;
             }
         }
     }
@@ -89,84 +106,78 @@ struct DecodePieceRunner {
         }
     }
 
-    // next: the first K plane of the thread's next piece, or null.
-    void attend(const DecodePiece& piece, const T* next) const {
+    int block_tokens(const DecodePiece& piece, int block) const {
+        const int left = piece.token_end - block * args.block_size;
+        return left < args.block_size ? left : args.block_size;
+    }
+
+    // K and V planes, the V plane behind the K plane; `k` may be null.
+    struct Planes {
+        T* k;
+        int tokens;
+    };
+    Planes first_planes(const DecodePiece& piece) const {
+        const int block = piece.token_begin / args.block_size;
+        return {plane(piece, block, piece.head_begin), block_tokens(piece, block)};
+    }
+
+    // next: the first planes of the thread's next piece.
+    void attend(const DecodePiece& piece, const Planes& next) const {
         const int64_t plane_size = plane_elements<T>(args.block_size, args.head_dim);
         const int block_end = (piece.token_end + args.block_size - 1) / args.block_size;
         for (int block = piece.token_begin / args.block_size; block < block_end; ++block) {
-            const int left = piece.token_end - block * args.block_size;
-            const int tokens = left < args.block_size ? left : args.block_size;
+            const bool last = block + 1 == block_end;
+            Planes now{plane(piece, block, piece.head_begin), block_tokens(piece, block)};
+            const Planes next_block = last ? next
+                                           : Planes{plane(piece, block + 1, piece.head_begin),
+                                                    block_tokens(piece, block + 1)};
             for (int head = piece.head_begin; head < piece.head_end; ++head) {
-                T* k = plane(piece, block, head);
-                const T* after = head + 1 < piece.head_end ? k + 2 * plane_size
-                                 : block + 1 < block_end ? plane(piece, block + 1, piece.head_begin)
-                                                         : next;
-                if (piece.appends && block + 1 == block_end) append(piece, head, k);
-                attend_plane(piece, k, after, tokens, head);
+                const Planes after = head + 1 < piece.head_end
+                                         ? Planes{now.k + 2 * plane_size, now.tokens}
+                                         : next_block;
+                if (piece.appends && last) append(piece, head, now.k);
+                attend_planes(piece, now, after, head);
+                now = after;
             }
         }
     }
 
-    void attend_plane(const DecodePiece& piece, const T* k, const T* next, int tokens,
-                      int head) const {
-        const T* v = k + plane_elements<T>(args.block_size, args.head_dim);
-        const HeadTiles tiles{group()};
-        for (int i = 0; i < tiles.count(); ++i) {
+    void attend_planes(const DecodePiece& piece, const Planes& now, const Planes& next,
+                       int head) const {
+        const T* v = now.k + plane_elements<T>(args.block_size, args.head_dim);
+        for (int i = 0; i < tiles.count; ++i) {
             const int64_t h = int64_t(head - piece.head_begin) * group() + tiles.begin(i);
             if (!tiles.are_even()) Scores<T>::begin(tiles.heads(i));
             with_tile_heads(
                 tiles.heads(i),
-                BlockRunner<T, A>{k, v, next, args.block_size, args.head_dim, tokens, base2_scale(),
-                                  i, tiles.count(), queries(h), scratch.values + h * padded(),
-                                  scratch.maxima + h * kWidth, scratch.sums + h * kWidth,
-                                  scratch.scores});
+                BlockRunner<T, A>{now.k, v, next.k, args.block_size, args.head_dim, now.tokens,
+                                  next.tokens, base2_scale(), i, tiles.count, queries(h),
+                                  values(piece, h), scratch.maxima + h * kWidth,
+                                  scratch.sums + h * kWidth, scratch.scores});
         }
-    }
-
-    void state(int h, float& maximum, float& sum) const {
-        const HeadTiles tiles{group()};
-        const int in_group = h % group();
-        int tile = 0;
-        while (tiles.begin(tile + 1) <= in_group) ++tile;
-        const int64_t first = h - in_group + tiles.begin(tile);
-        const StateRunner<T> reader{scratch.maxima + first * kWidth, scratch.sums + first * kWidth,
-                                    in_group - tiles.begin(tile), maximum, sum};
-        with_tile_heads(tiles.heads(tile), reader);
     }
 
     void finish(const DecodePiece& piece) const {
-        A* out = static_cast<A*>(args.out) + piece.row * args.out_stride;
-        const int first = piece.head_begin * group();
-        const int heads = (piece.head_end - piece.head_begin) * group();
-        for (int h = 0; h < heads; ++h) {
-            float maximum, sum;
-            state(h, maximum, sum);
-            const float* values = scratch.values + int64_t(h) * padded();
-            if (piece.slot < 0) {
-                const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;  // an empty row gives zeros
-                write_head<T>(values, args.head_dim, factor,
-                              out + int64_t(first + h) * args.head_dim);
-                continue;
-            }
-            const int64_t slot = piece.slot * group() + h;
-            plan.maxima[slot] = maximum;
-            plan.sums[slot] = sum;
-            float* kept = plan.values + slot * padded();
-            for (int d = 0; d < padded(); d += kWidth) store(kept + d, load(values + d));
-        }
+        A* out = static_cast<A*>(args.out) + piece.row * args.out_stride +
+                 int64_t(piece.head_begin) * group() * args.head_dim;
+        const int64_t kept = piece.slot * group();
+        for_tiles(piece, [&](int heads, int64_t h) {
+            with_tile_heads(
+                heads, FinishRunner<T, A>{scratch.maxima + h * kWidth, scratch.sums + h * kWidth,
+                                          values(piece, h), args.head_dim,
+                                          piece.slot < 0 ? out + h * args.head_dim : nullptr,
+                                          plan.maxima + kept + h, plan.sums + kept + h});
+        });
     }
 
     void run(int thread) const {
         const int end = plan.piece_begin[thread + 1];
-        Scores<T>::begin(HeadTiles{group()}.heads(0));
+        Scores<T>::begin(tiles.heads(0));
         for (int i = plan.piece_begin[thread]; i < end; ++i) {
             const DecodePiece& piece = plan.pieces[i];
             const bool more = i + 1 < end && plan.pieces[i + 1].token_end > 0;
             begin(piece);
-            attend(piece, more ? plane(plan.pieces[i + 1],
-                                       plan.pieces[i + 1].token_begin / args.block_size,
-                                       plan.pieces[i + 1].head_begin)
-                               : nullptr);
+            attend(piece, more ? first_planes(plan.pieces[i + 1]) : Planes{nullptr, 0});
             finish(piece);
             if (piece.merge >= 0 && plan.pieces_left != nullptr) finish_merge(piece.merge);
         }

@@ -16,6 +16,8 @@ constexpr int kRowCost = 16;
 // A merge of so many kv heads of pieces, a few microseconds, is no longer than a fork-join.
 constexpr int kSmallMerge = 16;
 
+constexpr size_t kAlignment = 16;  // of values, in float32: a cache line
+
 // How many pieces of at least kMinPieceTokens the rows can give, whole rows counting as one.
 int64_t num_possible_pieces(const int32_t* context_lens, int rows) {
     int64_t pieces = 0;
@@ -120,14 +122,20 @@ void DecodePlan::reserve(int q_heads, int head_dim) {
         maxima_.resize(rows);
         sums_.resize(rows);
     }
-    values_.resize(std::max(values_.size(), rows * size_t(padded_head_dim(head_dim))));
+    const size_t values = rows * size_t(padded_head_dim(head_dim)) + kAlignment;
+    values_.resize(std::max(values_.size(), values));
 }
 
 DecodePlanView DecodePlan::view() {
-    return {pieces_.data(),   piece_begin_.data(),
-            merges_.data(),   int32_t(merges_.size()),
-            num_merge_heads_, pieces_left_.empty() ? nullptr : pieces_left_.data(),
-            values_.data(),   maxima_.data(),
+    const size_t misaligned = reinterpret_cast<uintptr_t>(values_.data()) / sizeof(float);
+    return {pieces_.data(),
+            piece_begin_.data(),
+            merges_.data(),
+            int32_t(merges_.size()),
+            num_merge_heads_,
+            pieces_left_.empty() ? nullptr : pieces_left_.data(),
+            values_.data() + (kAlignment - misaligned % kAlignment) % kAlignment,
+            maxima_.data(),
             sums_.data()};
 }
 

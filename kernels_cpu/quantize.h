@@ -20,6 +20,18 @@ inline const float* plane_scales(const Int8* plane, int block_size, int head_dim
     return reinterpret_cast<const float*>(plane + int64_t(block_size) * head_dim);
 }
 
+// To the nearest whole numbers, which fit.
+inline void store_whole(Int8* y, int lanes, F32 x) {
+#ifdef __AVX512BW__
+    _mm512_mask_cvtepi32_storeu_epi8(y, first_lanes(lanes), _mm512_cvtps_epi32(x));
+#else
+    const F32 shifter = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    float whole[kWidth];
+    store(whole, sub(add(x, shifter), shifter));
+    for (int j = 0; j < lanes; ++j) y[j].bits = int8_t(whole[j]);
+#endif
+}
+
 // Returns the row's scale: its largest magnitude is 127 of it. A row of zeros has the scale zero.
 template <class A>
 inline float quantize_row(const A* x, int head_dim, Int8* y) {
@@ -30,12 +42,8 @@ inline float quantize_row(const A* x, int head_dim, Int8* y) {
     });
     const float scale = reduce_max(largest) / 127.0f;
     const F32 inverse = set1(scale > 0.0f ? 1.0f / scale : 0.0f);
-    const F32 shifter = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     for_vectors(head_dim, [&](int64_t i, int lanes) {
-        float whole[kWidth];
-        const F32 scaled = mul(load_lanes(x + i, lanes), inverse);
-        store(whole, sub(add(scaled, shifter), shifter));
-        for (int j = 0; j < lanes; ++j) y[i + j].bits = int8_t(whole[j]);
+        store_whole(y + i, lanes, mul(load_lanes(x + i, lanes), inverse));
     });
     return scale;
 }

@@ -84,7 +84,7 @@ void ThreadPool::prepare(size_t scratch_bytes) {
 }
 
 bool ThreadPool::claim(int part, uint32_t generation) {
-    std::atomic<uint32_t>& word = claimed_[static_cast<size_t>(part)];
+    std::atomic<uint32_t>& word = claimed_[static_cast<size_t>(part)].generation;
     uint32_t previous = generation - 1;
     return word.load(std::memory_order_relaxed) == previous &&
            word.compare_exchange_strong(previous, generation, std::memory_order_acq_rel);

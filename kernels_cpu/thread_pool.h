@@ -61,6 +61,12 @@ class ThreadPool {
     void close();
 
   private:
+    // The last generation in which a part was taken, in a cache line that its thread alone writes
+    // to as a rule: threads that begin at once would pass a shared one around.
+    struct alignas(64) Claim {
+        std::atomic<uint32_t> generation{0};
+    };
+
     void work(int thread);
     bool claim(int part, uint32_t generation);
     void start_thread(int thread, int cpu);
@@ -75,8 +81,8 @@ class ThreadPool {
     bool closed_ = false;
     std::mutex run_mutex_;  // one run() or close() at a time
     std::vector<std::thread> threads_;
-    std::vector<std::atomic<uint32_t>> claimed_;  // [part]
-    std::vector<void*> scratch_;                  // [part]
+    std::vector<Claim> claimed_;  // [part]
+    std::vector<void*> scratch_;  // [part]
     size_t scratch_bytes_ = 0;
     Task task_ = nullptr;
     void* context_ = nullptr;

@@ -51,7 +51,7 @@ inline F32 repeat(const float* p) {
     if constexpr (k == 16) return load(p);
     if constexpr (k == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
     if constexpr (k == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
-    return _mm512_castpd_ps(_mm512_set1_pd(*(const double*)p));
+    return _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)p)));
 }
 
 inline F32 load_partial(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
