@@ -160,13 +160,15 @@ struct DecodePieceRunner {
     void finish(const DecodePiece& piece) const {
         A* out = static_cast<A*>(args.out) + piece.row * args.out_stride +
                  int64_t(piece.head_begin) * group() * args.head_dim;
+        const bool is_whole = piece.slot < 0;  // else others have parts of the row
         const int64_t kept = piece.slot * group();
         for_tiles(piece, [&](int heads, int64_t h) {
             with_tile_heads(
                 heads, FinishRunner<T, A>{scratch.maxima + h * kWidth, scratch.sums + h * kWidth,
                                           values(piece, h), args.head_dim,
-                                          piece.slot < 0 ? out + h * args.head_dim : nullptr,
-                                          plan.maxima + kept + h, plan.sums + kept + h});
+                                          is_whole ? out + h * args.head_dim : nullptr,
+                                          is_whole ? nullptr : plan.maxima + kept + h,
+                                          is_whole ? nullptr : plan.sums + kept + h});
         });
     }
 
