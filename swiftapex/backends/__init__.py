@@ -27,8 +27,8 @@ class Backends:
     between the sides. `memory`: of the GPU side's device, where it is not the host's. `repeated`
     makes what records passes, from the blocks of the longest request and whether spans are being
     traced; `segments` what records the layer math between two attention calls, from the stages and
-    the same question; None: nothing does. `active`: around all work.
-    `finish`: waits for what was launched."""
+    the same question; None: nothing does. `active`: around all work. `finish`: waits for what was
+    launched."""
 
     gpu: Backend
     cpu_attention: CpuAttention | None

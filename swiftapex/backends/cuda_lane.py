@@ -192,6 +192,7 @@ class CudaCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self.link_bytes = 0  # of KV, that crossed or are about to
+        self._is_pinned: bool | None = None  # the host's KV, all of it or nothing; None: not asked
         self._bounce: Bounce | None = None
         self._ids: deque[tuple[Sequence[int], Sequence[int], Tensor]] = deque(maxlen=8)
 
@@ -209,7 +210,9 @@ class CudaCopies:
         launched, event = torch.cuda.Event(), torch.cuda.Event()
         launched.record(current_stream())
         self._stream.wait_event(launched)
-        if not host.is_pinned():
+        if self._is_pinned is None:
+            self._is_pinned = host.is_pinned()
+        if not self._is_pinned:
             self._bounce = self._bounce or Bounce()
             with torch.cuda.stream(self._stream):
                 self._bounce.copy(source, source_blocks, target, target_blocks)

@@ -8,6 +8,7 @@ copied; the rows behind it hold old numbers that nobody reads.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -49,11 +50,8 @@ class CudaSegments:
         is_traced: Callable[[], bool],
         recorder: Callable[[Work], Work] | None = None,
     ) -> None:
-        if recorder is None:
-            pool = torch.cuda.graph_pool_handle()
-            recorder = lambda work: record(pool, work)  # noqa: E731
         assert not stages.rotates, "a segment has no rotation"
-        self._recorder = recorder
+        self._recorder = recorder or functools.partial(record, torch.cuda.graph_pool_handle())
         self._stages = stages
         self._is_traced = is_traced
         self._free: dict[int, list[_Segments]] = defaultdict(list)  # by padded rows

@@ -32,3 +32,10 @@ class EachPassAnew:
 class RecordedSegments(Protocol):
     def walk_stages(self, plain: Stages) -> Stages:
         """Does what `plain` does, for one batch on its way through the layers."""
+
+
+class NothingRecorded:
+    """For devices that record nothing."""
+
+    def walk_stages(self, plain: Stages) -> Stages:
+        return plain

@@ -28,7 +28,12 @@ from swiftapex.pipelines import PIPELINES
 from swiftapex.pipelines.base import Pipeline, PipelineParts
 from swiftapex.pipelines.parked import ParkedCohorts
 from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness, Readiness
-from swiftapex.pipelines.repeated import EachPassAnew, RepeatedPasses
+from swiftapex.pipelines.repeated import (
+    EachPassAnew,
+    NothingRecorded,
+    RecordedSegments,
+    RepeatedPasses,
+)
 from swiftapex.worker.bind import Binder
 from swiftapex.worker.request_table import RequestTable
 from swiftapex.worker.traced import Tracer, observe
@@ -85,21 +90,23 @@ class Worker:
         observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
         launch_ahead = LaunchAhead(progress=self._backends.progress)
-        is_traced = lambda: trace is not None and trace.active  # noqa: E731
+
+        def is_traced() -> bool:
+            return trace is not None and trace.active
+
         self._repeated: RepeatedPasses = EachPassAnew()
         if self._backends.repeated is not None:
             self._repeated = self._backends.repeated(max_blocks, is_traced)
-        walk_stages = observed.stages
+        segments: RecordedSegments = NothingRecorded()
         if self._backends.segments is not None:
             segments = self._backends.segments(self._stages, is_traced)
-            walk_stages = lambda index: segments.walk_stages(observed.stages(index))  # noqa: E731
         readiness = OwnReadiness() if membership is None else membership.readiness
         self._parked = ParkedCohorts(observed.parked_attention, readiness, launch_ahead)
         binder = Binder(self._table, self._stages, engine.block_size, gpu, self._make_staged)
         self._parts = PipelineParts(
             num_layers=config.num_layers,
             stages=observed.stages,
-            walk_stages=walk_stages,
+            walk_stages=lambda index: segments.walk_stages(observed.stages(index)),
             attention=observed.attention,
             parked=self._parked,
             repeated=self._repeated,
