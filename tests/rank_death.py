@@ -33,7 +33,9 @@ def die_in(worker: Worker, moment: str, victim: int, sign: int = signal.SIGKILL)
     if moment == "swap":
         worker._copies = DyingCopies(worker._copies, sign)  # type: ignore[assignment]
         return
-    execute, post_attn, prefills = worker.execute, worker._stages.post_attn, False
+    # Not the stages: hiding theirs would keep this rank alone from replaying them as graphs, which
+    # sum padded rows, and the ranks' sums would no longer match.
+    execute, submit, prefills = worker.execute, worker._attention.submit, False
 
     def noting(plan: Any) -> Any:
         nonlocal prefills
@@ -43,10 +45,10 @@ def die_in(worker: Worker, moment: str, victim: int, sign: int = signal.SIGKILL)
     def dying(layer: int, *args: Any) -> Any:
         if layer == 3 and prefills == (moment == "prefill"):
             os.kill(os.getpid(), sign)
-        return post_attn(layer, *args)
+        return submit(layer, *args)
 
     worker.execute = noting  # type: ignore[method-assign]
-    worker._stages.post_attn = dying  # type: ignore[method-assign, assignment]
+    worker._attention.submit = dying  # type: ignore[method-assign, assignment]
 
 
 class DyingCopies:

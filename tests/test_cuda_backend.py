@@ -90,6 +90,19 @@ def test_bytes_between_the_sides_are_counted() -> None:
         lane.close()
 
 
+def test_backends_of_one_time_have_streams_of_their_own_and_leave_them_to_later_ones() -> None:
+    """cuBLAS keeps a workspace for every stream for good."""
+    with cuda_modules() as modules:
+        make = modules["cuda"].CudaBackend
+        first, second = make(), make()
+        streams = {id(first.stream), id(second.stream)}
+        assert len(streams) == 2
+        first.close()
+        second.close()
+        assert {id(make().stream), id(make().stream)} == streams
+        assert id(make().stream) not in streams
+
+
 def test_segments_of_two_batches_at_once_do_not_share_tensors() -> None:
     """Random sizes of two batches, whose rows change between layers, against the plain stages."""
     torch.manual_seed(0)

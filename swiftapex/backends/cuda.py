@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,20 @@ _REGISTER_THREADS = 8
 _ALIGNMENT = 16  # bytes, of each array in a transfer
 
 
+@dataclass(frozen=True, slots=True)
+class _Compute:
+    """A compute stream, and the part of the GPU that it is confined to, if any."""
+
+    stream: torch.cuda.Stream
+    num_sms: int
+    green: kernels.GreenContext | None
+
+
+# By device and sm_count: those of backends that were closed. cuBLAS keeps a workspace (33 MiB on an
+# H200) for every stream that it ever worked on, so that a stream each would add up.
+_idle: dict[tuple[int, int | None], list[_Compute]] = defaultdict(list)
+
+
 class CudaBackend:
     """Work is launched on the current stream, which is this backend's inside `active`.
 
@@ -41,23 +57,16 @@ class CudaBackend:
 
     def __init__(self, sm_count: int | None = None, memory: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        properties = torch.cuda.get_device_properties(self.device)
-        fraction = 1.0 if memory is None else memory / properties.total_memory
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        fraction = 1.0 if memory is None else memory / total
         if fraction > 1:
-            raise ConfigError(
-                f"engine.gpu.memory: {memory} is more than the GPU's {properties.total_memory}"
-            )
+            raise ConfigError(f"engine.gpu.memory: {memory} is more than the GPU's {total}")
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)  # an earlier cap ends
         self._memory = memory
         self.notes: list[str] = []  # what users should know of how memory was had
-        self.num_sms = properties.multi_processor_count
-        self._green: kernels.GreenContext | None = None
-        if sm_count is None:
-            self.stream = torch.cuda.Stream(self.device)
-        else:
-            self._green = kernels.GreenContext(self.device.index, sm_count)
-            self.num_sms = self._green.num_sms
-            self.stream = torch.cuda.ExternalStream(self._green.stream, device=self.device)
+        self._idle = _idle[self.device.index, sm_count]
+        self._compute = self._idle.pop() if self._idle else _new_compute(self.device, sm_count)
+        self.stream, self.num_sms = self._compute.stream, self._compute.num_sms
         self.ops: Ops = CudaOps()
         # The newest one is used; graphs may have recorded those before it.
         self._workspaces = [torch.zeros(0, dtype=torch.uint8, device=self.device)]
@@ -219,7 +228,16 @@ class CudaBackend:
         for piece in self._pinned:
             _unregister(piece)
         self._pinned.clear()
-        self._green = None
+        self._idle.append(self._compute)
+
+
+def _new_compute(device: torch.device, sm_count: int | None) -> _Compute:
+    if sm_count is None:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return _Compute(torch.cuda.Stream(device), num_sms, None)
+    green = kernels.GreenContext(device.index, sm_count)
+    stream = torch.cuda.ExternalStream(green.stream, device=device)
+    return _Compute(stream, green.num_sms, green)
 
 
 def _rope_append(
