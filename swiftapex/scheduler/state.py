@@ -337,18 +337,26 @@ class SchedulerState:
             self.blocks.finish_move(move.request_id)
             if (request := running(move.request_id)) is not None:
                 request.moving = False
+        served = []  # CPU decodes
         for row in (row for b in plan.sub_batches + plan.new_cohorts for row in b.rows):
             if row.placement is Placement.GPU and row.is_decode:
                 continue  # stays what and where it is
-            if row.request_id in in_flight:
-                continue  # see below
-            if (request := running(row.request_id)) is not None:
+            if row.request_id in in_flight or (request := running(row.request_id)) is None:
+                continue  # see below, or it has ended
+            if row.is_decode:
+                served.append(row.request_id)
+            else:
                 self._advanced(request)
+        turn = self.iteration - 1  # until then it was under way
         for request_id in self._in_flight ^ in_flight:
             if (request := running(request_id)) is not None:
+                request.last_served = turn
                 request.in_flight = request_id in in_flight
-                request.last_served = self.iteration - 1  # until then it was under way
-                (self._index.park if request.in_flight else self._index.touch)(request)
+                if request.in_flight:
+                    self._index.park(request)
+                else:
+                    served.append(request_id)
+        self._index.serve(served)
         self._in_flight = in_flight
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)
@@ -373,7 +381,7 @@ class SchedulerState:
         return Lazily(r for r in requests if r.request_id not in planned)
 
     def _advanced(self, request: Request) -> None:
-        """A chunk or a CPU decode of it has been launched."""
+        """A chunk of it has been launched."""
         if request.placement is Placement.STAGING and (
             request.is_decoding or request.num_computed == request.num_tokens
         ):
