@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from swiftapex.costs.tables import Curve, Grid, Line, Surface, Tables
 
 _DENSE_ROWS = 4096  # up to so many rows are looked up, not interpolated
+_CHUNKS = 4096  # of which a time is kept: a plan asks for each of its chunks dozens of times
 
 
 class MeasuredCostModel:
@@ -17,7 +20,8 @@ class MeasuredCostModel:
         self._dense = self._linear.dense(_DENSE_ROWS)
         self._iteration = _curve(tables.iteration)
         self._gpu = _surface(tables.gpu_attention)
-        self._prefill = _surface(tables.prefill_attention)
+        prefill = _surface(tables.prefill_attention)
+        self._prefill = lru_cache(_CHUNKS)(prefill) if prefill else None
         self._cpu = _surface(tables.cpu_attention)
         hand_off = _curve(tables.hand_off)
         self._hand_off = hand_off.dense(_DENSE_ROWS) if hand_off else [0.0] * (_DENSE_ROWS + 1)

@@ -87,12 +87,11 @@ class BatchDraft:
         self._kinds[kind].append(row)
         self._count(kind, 1, row.num_tokens, row.start + 1)
 
-    def add_decodes(self, rows: list[Row]) -> None:
-        """Decodes of one side."""
-        if rows:
-            kind = row_order(rows[0])
-            self._kinds[kind].extend(rows)
-            self._count(kind, len(rows), len(rows), sum(row.start for row in rows) + len(rows))
+    def add_decodes(self, rows: list[Row], read: int) -> None:
+        """Decodes of one side, which read `read` tokens of KV together."""
+        kind = row_order(rows[0])
+        self._kinds[kind].extend(rows)
+        self._count(kind, len(rows), len(rows), read)
 
     def remove(self, row: Row) -> None:
         kind = row_order(row)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from swiftapex.core.request import Placement
+from swiftapex.core.request import Placement, Request
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -58,22 +58,26 @@ def choose_split(
     in two halves.
     """
     halves = _Halves(cost, main, rooms)
-    candidates = enumerate(contexts)
     if main.rows == 0:
-        halves.share_out(candidates)
+        halves.share_out(enumerate(contexts))
         return halves.split()
-    for index, tokens in islice(candidates, forced):
-        halves.take([index], tokens, must=True)
-    group = list(islice(candidates, 1))
-    while group and halves.take([i for i, _ in group], sum(tokens for _, tokens in group)):
+    contexts = iter(contexts)
+    index = 0  # of the first candidate that has not been decided on
+    for tokens in islice(contexts, forced):
+        halves.take(range(index, index + 1), tokens, must=True)
+        index += 1
+    group = list(islice(contexts, 1))
+    while group and halves.take(range(index, index + len(group)), sum(group)):
+        index += len(group)
         size = halves.group_size()
-        group = list(islice(candidates, size)) if size > 1 else []
+        group = list(islice(contexts, size)) if size > 1 else []
     left_out = float("inf")  # tokens of the shortest one that did not fit
     since = 0  # candidates looked at since one was taken
-    for index, tokens in chain(group, candidates):
+    first = index
+    for index, tokens in enumerate(chain(group, contexts), start=first):
         since += 1
         if tokens < left_out:
-            if halves.take([index], tokens):
+            if halves.take(range(index, index + 1), tokens):
                 since = 0
             else:
                 left_out = tokens
@@ -165,6 +169,11 @@ class _Halves:
         return self._cost.linear_us(rows) + self._cost.hand_off_us(self._counts[half])
 
 
+def _decode_reads(request: Request) -> int:
+    """Tokens of KV that the next decode reads: `num_tokens`, in a fraction of its time."""
+    return request.num_computed + 1
+
+
 def split_for(
     state: SchedulerState,
     cost: CostModel,
@@ -174,7 +183,7 @@ def split_for(
     forced: int,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
-    contexts = (request.num_computed + 1 for request in requests)  # = num_tokens: they decode
+    contexts = map(_decode_reads, requests)
     return choose_split(cost, first.load, contexts, (first.row_room, second.row_room), forced)
 
 

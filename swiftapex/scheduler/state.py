@@ -8,7 +8,8 @@ in, and in what order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
+from operator import ge
 
 from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, decode_rows
 from swiftapex.core.request import Placement, Request, RequestState
@@ -182,21 +183,24 @@ class SchedulerState:
     def add_decodes(self, batch: BatchDraft, requests: Sequence[Request]) -> int:
         """`add_decode` for free requests that decode on one side, in order, until the batch is full
         or one finds no block; returns how many were added."""
-        requests = requests[: batch.row_room]
+        requests = list(requests[: batch.row_room])
         if not requests:
             return 0
-        iteration, count = self.iteration, 0
+        count, iteration = len(requests), self.iteration
         ids = [request.request_id for request in requests]
-        for request, room in zip(requests, self.blocks.rooms_of(ids), strict=True):
-            if request.num_computed >= room:
-                if not self.has_block(request):
-                    break
-                self._note_blocks(request, self.blocks.append(ids[count], room + 1))
-            request.last_served = iteration
-            count += 1
-        starts = [request.num_computed for request in requests[:count]]
-        self._planned.update(ids[:count])
-        batch.add_decodes(decode_rows(ids[:count], requests[0].placement, starts))
+        starts = [request.num_computed for request in requests]
+        full = map(ge, starts, self.blocks.rooms_of(ids))  # which need a block
+        for index in compress(range(count), full):
+            if not self.has_block(requests[index]):
+                count = index
+                del requests[count:], ids[count:], starts[count:]
+                break
+            self._note_blocks(requests[index], self.blocks.append(ids[index], starts[index] + 1))
+        if requests:
+            for request in requests:
+                request.last_served = iteration
+            self._planned.update(ids)
+            batch.add_decodes(decode_rows(ids, requests[0].placement, starts), sum(starts) + count)
         return count
 
     def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int) -> int:
