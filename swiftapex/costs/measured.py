@@ -32,13 +32,13 @@ class MeasuredCostModel:
         return self._dense[rows] if 0 <= rows <= _DENSE_ROWS else self._linear(rows)
 
     def gpu_attention_us(self, tokens: int, requests: int = 1) -> float:
-        return self._gpu(max(1, requests), tokens) if tokens > 0 and self._gpu else 0.0
+        return self._gpu(requests or 1, tokens) if tokens > 0 and self._gpu else 0.0
 
     def prefill_attention_us(self, chunk: int, prefix: int) -> float:
         return self._prefill(chunk, prefix) if self._prefill else 0.0
 
     def cpu_attention_us(self, tokens: int, requests: int = 1) -> float:
-        return self._cpu(max(1, requests), tokens) if tokens > 0 and self._cpu else 0.0
+        return self._cpu(requests or 1, tokens) if tokens > 0 and self._cpu else 0.0
 
     def iteration_us(self, completing: int) -> float:
         return self._iteration(max(1, completing)) if self._iteration else 0.0

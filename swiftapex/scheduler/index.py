@@ -179,7 +179,7 @@ class RequestIndex:
         ids = sorted(self._served)
         self._served.clear()
         idle, in_flight = self._cpu.members, self._in_flight.members
-        requests = [idle.pop(i, None) or in_flight.pop(i) for i in ids]
+        requests = [idle.pop(i) if i in idle else in_flight.pop(i) for i in ids]
         self._group_of.update(zip(ids, repeat(self._cpu)))
         self._reads.update(ids)  # each reads one token more
         self._cpu_tokens += len(ids)
