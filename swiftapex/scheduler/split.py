@@ -25,6 +25,7 @@ from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
 
 _LOOK_ON = 32  # candidates that are looked at after the last one that fitted
+_WANTED_GROUPS = 16  # in which those are taken that are wanted
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
@@ -46,6 +47,7 @@ def choose_split(
     contexts: Iterable[int],
     rooms: tuple[int, int],
     forced: int = 0,
+    wanted: int = 0,
 ) -> Split:
     """Distributes CPU decodes that read `contexts` tokens each, in this order, over sub-batch 0
     (which starts as `main`) and sub-batch 1 (empty), with room for `rooms` more rows.
@@ -54,8 +56,8 @@ def choose_split(
     attention is hidden behind the GPU's work. As long as there is time for many, half as many are
     tried together, which saves time and is as fine. One that does not fit is left out, with all
     that are longer; the search ends where 32 in a row were. The first `forced` are taken even if
-    they are not hidden. Without rows in `main` there is nothing to hide behind, and all are taken
-    in two halves.
+    they are not hidden, and so are those up to `wanted`, in groups. Without rows in `main` there is
+    nothing to hide behind, and all are taken in two halves.
     """
     halves = _Halves(cost, main, rooms)
     if main.rows == 0:
@@ -66,6 +68,10 @@ def choose_split(
     for tokens in islice(contexts, forced):
         halves.take(range(index, index + 1), tokens, must=True)
         index += 1
+    size = max(1, wanted // _WANTED_GROUPS) if wanted <= min(rooms) else 1
+    while index < wanted and (group := list(islice(contexts, min(size, wanted - index)))):
+        halves.take(range(index, index + len(group)), sum(group), must=True)
+        index += len(group)
     group = list(islice(contexts, 1))
     while group and halves.take(range(index, index + len(group)), sum(group)):
         index += len(group)
@@ -181,10 +187,13 @@ def split_for(
     second: BatchDraft,
     requests: Lazily,
     forced: int,
+    wanted: int = 0,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
     contexts = map(_decode_reads, requests)
-    return choose_split(cost, first.load, contexts, (first.row_room, second.row_room), forced)
+    return choose_split(
+        cost, first.load, contexts, (first.row_room, second.row_room), forced, wanted
+    )
 
 
 def add_split(
