@@ -7,10 +7,11 @@ and others begin, so that plans hold prefill chunks; `chunks`, a small GPU, a fu
 outputs, where passes hold a batch of prompts and hundreds of CPU decodes.
 
 Prints a line of JSON per policy and regime: median and 90th percentile of the time of `plan`, of
-booking what a plan did (`settle`), rows per plan, those of CPU decodes and chunks among them, and
-pipelines. Requests begin decoding at once; parked cohorts come back after 16 to 33 passes. Costs
-are read from tables, as an engine's are, which hold closed forms for llama2-7b on 8
-multiprocessors.
+booking what a plan did (`settle`), the median share of planning in an iteration, rows per plan,
+those of CPU decodes and chunks among them, and pipelines. Requests begin decoding at once; parked
+cohorts come back after 16 to 33 passes. Costs are read from tables, as an engine's are, which hold
+closed forms for llama2-7b on 8 multiprocessors, or from a measured `--profile`; so is the time of
+an iteration that the share refers to.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from swiftapex.core.plan import StepPlan
@@ -94,10 +96,24 @@ def costs() -> CostModel:
     return CorrectedCostModel(MeasuredCostModel(tables))
 
 
+def measured_costs(path: Path) -> CostModel:
+    """The tables of a profile."""
+    tables = Tables.from_dict(json.loads(path.read_text())["tables"])
+    return CorrectedCostModel(MeasuredCostModel(tables))
+
+
 class Bench:
     """Requests under one policy, whose plans are carried out by nobody."""
 
-    def __init__(self, policy: str, regime: str, live: int, waiting: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        policy: str,
+        regime: str,
+        live: int,
+        waiting: int,
+        cost: CostModel,
+        seed: int = 0,
+    ) -> None:
         self.regime = REGIMES[regime]
         live = self.regime.live or live
         self.policy = make_policy(policy)
@@ -105,7 +121,7 @@ class Bench:
         blocks = BlockManager({GPU: self.regime.gpu_blocks, CPU: on_cpu}, BLOCK)
         self.queue = RequestQueue()
         self.state = SchedulerState(self.queue, blocks, Limits(256, MAX_TOKENS, 256))
-        self.cost = costs()
+        self.cost = cost
         self.rng = random.Random(seed)
         self.parked: list[tuple[int, tuple[int, ...]]] = []  # (last pass, requests)
         self.passes = 0
@@ -175,13 +191,16 @@ class Bench:
             request.num_computed = len(request.prompt_ids)
 
 
-def measure(policy: str, regime: str, live: int, waiting: int, steps: int) -> dict[str, Any]:
-    bench = Bench(policy, regime, live, waiting)
+def measure(
+    policy: str, regime: str, live: int, waiting: int, steps: int, cost: CostModel
+) -> dict[str, Any]:
+    bench = Bench(policy, regime, live, waiting, cost)
     for _ in range(40):
         bench.step()
     results = [bench.step() for _ in range(steps)]
     plans = [plan for _, _, plan in results]
     us = sorted(1e6 * planned for planned, _, _ in results)
+    shares = [1e6 * planned / p.predicted_us for planned, _, p in results if p.predicted_us]
     rows = [[r for b in p.sub_batches + p.new_cohorts for r in b.rows] for p in plans]
     on_cpu = [sum(r.is_decode and r.placement is CPU for r in each) for each in rows]
     chunks = [sum(r.num_tokens for r in each if not r.is_decode) for each in rows]
@@ -193,6 +212,7 @@ def measure(policy: str, regime: str, live: int, waiting: int, steps: int) -> di
         "plan_us_p50": round(statistics.median(us), 1),
         "plan_us_p90": round(us[int(0.9 * len(us))], 1),
         "settle_us_p50": round(1e6 * statistics.median(s for _, s, _ in results), 1),
+        "share_of_iteration": round(statistics.median(shares), 5) if shares else None,
         "rows_p50": statistics.median(map(len, rows)),
         "cpu_decodes_p50": statistics.median(on_cpu),
         "prefill_tokens_p50": statistics.median(chunks),
@@ -207,10 +227,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--policies", nargs="+", default=["gpu_only", "neo", "apex", "model_based"])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
+    parser.add_argument("--profile", type=Path, help="a JSON file with measured tables")
     args = parser.parse_args()
+    cost = measured_costs(args.profile) if args.profile else costs()
     for regime in args.regimes:
         for policy in args.policies:
-            print(json.dumps(measure(policy, regime, args.live, args.waiting, args.steps)))
+            found = measure(policy, regime, args.live, args.waiting, args.steps, cost)
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from swiftapex.costs.tables import Curve, Grid, Line, Surface, Tables
 
 _DENSE_ROWS = 4096  # up to so many rows are looked up, not interpolated
+_CHUNKS = 4096  # of which a time is kept: a plan asks for each of its chunks dozens of times
 
 
 class MeasuredCostModel:
@@ -17,7 +20,8 @@ class MeasuredCostModel:
         self._dense = self._linear.dense(_DENSE_ROWS)
         self._iteration = _curve(tables.iteration)
         self._gpu = _surface(tables.gpu_attention)
-        self._prefill = _surface(tables.prefill_attention)
+        prefill = _surface(tables.prefill_attention)
+        self._prefill = lru_cache(_CHUNKS)(prefill) if prefill else None
         self._cpu = _surface(tables.cpu_attention)
         hand_off = _curve(tables.hand_off)
         self._hand_off = hand_off.dense(_DENSE_ROWS) if hand_off else [0.0] * (_DENSE_ROWS + 1)
@@ -28,13 +32,13 @@ class MeasuredCostModel:
         return self._dense[rows] if 0 <= rows <= _DENSE_ROWS else self._linear(rows)
 
     def gpu_attention_us(self, tokens: int, requests: int = 1) -> float:
-        return self._gpu(max(1, requests), tokens) if tokens > 0 and self._gpu else 0.0
+        return self._gpu(requests or 1, tokens) if tokens > 0 and self._gpu else 0.0
 
     def prefill_attention_us(self, chunk: int, prefix: int) -> float:
         return self._prefill(chunk, prefix) if self._prefill else 0.0
 
     def cpu_attention_us(self, tokens: int, requests: int = 1) -> float:
-        return self._cpu(max(1, requests), tokens) if tokens > 0 and self._cpu else 0.0
+        return self._cpu(requests or 1, tokens) if tokens > 0 and self._cpu else 0.0
 
     def iteration_us(self, completing: int) -> float:
         return self._iteration(max(1, completing)) if self._iteration else 0.0

@@ -29,6 +29,7 @@ class BlockManager:
         # neighbours in memory.
         self._free = {side: list(range(n - 1, -1, -1)) for side, n in self._total.items()}
         self._holdings: dict[int, _Holding] = {}
+        self._rooms: dict[int, int] = {}  # tokens for which each one's blocks have room
         self._num_leaving = dict.fromkeys(SIDES, 0)  # old blocks that a copy still reads
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -51,8 +52,7 @@ class BlockManager:
 
     def rooms_of(self, request_ids: Iterable[int]) -> list[int]:
         """Tokens for which each request's blocks have room in all."""
-        holdings, size = self._holdings, self.block_size
-        return [len(holdings[request_id].blocks) * size for request_id in request_ids]
+        return list(map(self._rooms.__getitem__, request_ids))
 
     def owners(self) -> set[int]:
         return set(self._holdings)
@@ -121,10 +121,12 @@ class BlockManager:
             if holding.leaving is not None:
                 self.finish_move(request_id)
             self._free[holding.side].extend(reversed(holding.blocks))
-            del self._holdings[request_id]
+            del self._holdings[request_id], self._rooms[request_id]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is free or owned, exactly once."""
+        rooms = {i: len(h.blocks) * self.block_size for i, h in self._holdings.items()}
+        assert self._rooms == rooms, "rooms do not fit the blocks"
         for side in SIDES:
             owned = [b for h in self._holdings.values() if h.side is side for b in h.blocks]
             leaving = [h.leaving for h in self._holdings.values() if h.leaving is not None]
@@ -141,4 +143,5 @@ class BlockManager:
         pool = self._free[holding.side]
         gained = [pool.pop() for _ in range(missing)]
         holding.blocks += gained
+        self._rooms[request_id] = len(holding.blocks) * self.block_size
         return tuple(gained)

@@ -90,8 +90,11 @@ class ModelBased(Policy):
         """None where the split takes no CPU decode in."""
         if self._strategy == ASYMMETRIC and first.chunks:
             cut_chunks(state, first, first.chunks, self._chunk(ASYMMETRIC, state))
+        # As many as the comparison found best, hidden or not: else the GPU gets more prompts than
+        # the CPU finishes, or waits for fewer than it could take.
+        wanted = self._yields[ASYMMETRIC].taken if self._strategy == ASYMMETRIC else 0
         second, waiting = state.new_batch(), cpu_decodes(state)
-        split = split_for(state, cost, first, second, waiting, forced=overdue)
+        split = split_for(state, cost, first, second, waiting, forced=overdue, wanted=wanted)
         if not split.count:
             return None
         add_split(state, (first, second), waiting, split)

@@ -52,6 +52,9 @@ def add_cpu_halves(
     state: SchedulerState, first: BatchDraft, second: BatchDraft, requests: Lazily
 ) -> None:
     """CPU decodes in turn into the sub-batch that holds fewer of them."""
+    if state.blocks.num_free(Placement.CPU) >= state.num_idle:  # nobody has to yield
+        _deal(state, first, second, requests)
+        return
     halves = [first, second]
     counts = [len(half.cpu_decodes) for half in halves]
     for request in list(requests):
@@ -60,6 +63,15 @@ def add_cpu_halves(
             if take_cpu_decode(state, halves[half], request):
                 counts[half] += 1
                 break
+
+
+def _deal(state: SchedulerState, first: BatchDraft, second: BatchDraft, requests: Lazily) -> None:
+    """As long as both have room they take turns, the first one first; the rest is one's alone."""
+    both = min(first.row_room, second.row_room)
+    some = requests.first(first.row_room + second.row_room)
+    for half, other, begin in ((first, second, 0), (second, first, 1)):
+        rest = some[2 * both :] if half.row_room > other.row_room else []
+        state.add_decodes(half, some[begin : 2 * both : 2] + rest)
 
 
 def cohort_rows(state: SchedulerState, setting: int | None) -> int:

@@ -34,6 +34,7 @@ class BatchDraft:
         self.num_tokens = 0
         self._kinds: tuple[list[Row], ...] = tuple([] for _ in range(_NUM_KINDS))
         self._read = [0] * _NUM_KINDS  # tokens of KV that the decodes of a kind read
+        self._chunk_loads: tuple[tuple[int, int], ...] | None = ()  # None: to be read anew
 
     @property
     def room(self) -> int:
@@ -77,7 +78,7 @@ class BatchDraft:
             self.num_tokens,
             self._read[_GPU_DECODES],
             self._read[_CPU_DECODES],
-            tuple((row.num_tokens, row.start) for row in self.chunks),
+            self._chunks_of_load(),
             len(self.gpu_decodes),
             len(self.cpu_decodes),
         )
@@ -87,12 +88,11 @@ class BatchDraft:
         self._kinds[kind].append(row)
         self._count(kind, 1, row.num_tokens, row.start + 1)
 
-    def add_decodes(self, rows: list[Row]) -> None:
-        """Decodes of one side."""
-        if rows:
-            kind = row_order(rows[0])
-            self._kinds[kind].extend(rows)
-            self._count(kind, len(rows), len(rows), sum(row.start for row in rows) + len(rows))
+    def add_decodes(self, rows: list[Row], read: int) -> None:
+        """Decodes of one side, which read `read` tokens of KV together."""
+        kind = row_order(rows[0])
+        self._kinds[kind].extend(rows)
+        self._count(kind, len(rows), len(rows), read)
 
     def remove(self, row: Row) -> None:
         kind = row_order(row)
@@ -105,8 +105,15 @@ class BatchDraft:
     def _in_order(self) -> Iterator[Row]:
         return chain.from_iterable(self._kinds)
 
+    def _chunks_of_load(self) -> tuple[tuple[int, int], ...]:
+        if self._chunk_loads is None:
+            self._chunk_loads = tuple((len(row.token_ids or ()), row.start) for row in self.chunks)
+        return self._chunk_loads
+
     def _count(self, kind: int, rows: int, tokens: int, read: int) -> None:
         self.num_rows += rows
         self.num_tokens += tokens
         if kind in (_GPU_DECODES, _CPU_DECODES):
             self._read[kind] += read
+        else:
+            self._chunk_loads = None

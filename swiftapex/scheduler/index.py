@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -12,6 +13,7 @@ from swiftapex.core.request import Placement, Request
 
 _age = attrgetter("request_id")
 _turn = attrgetter("last_served", "request_id")
+_AT_ONCE = 16  # requests that are looked at together, where the first few may do
 
 
 class _Group:
@@ -51,9 +53,9 @@ class Lazily:
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._seen
-        for request in self._more:
-            self._seen.append(request)
-            yield request
+        while some := list(islice(self._more, _AT_ONCE)):
+            self._seen += some
+            yield from some
 
     def first(self, count: int) -> list[Request]:
         """At most `count`."""
@@ -66,8 +68,9 @@ class RequestIndex:
     decodes at a token boundary (least recently served first), and what is in flight.
 
     Whoever changes a request calls `touch`; it is filed anew at the next question, with all others
-    that were, since a token may be booked in between. A decode that stays where it is needs no
-    touch, unless its turn (`last_served`) is what its group is ordered by.
+    that were, since a token may be booked in between. A GPU decode that stays where it is needs no
+    touch; CPU decodes that were served are told together (`serve`): of hundreds in each plan only
+    the turn changes, and the tokens that they read grow by one.
     """
 
     def __init__(self) -> None:
@@ -75,13 +78,19 @@ class RequestIndex:
         self._prefills, self._in_flight = _Group(_age), _Group(_turn)
         self._group_of: dict[int, _Group] = {}
         self._touched: dict[int, Request] = {}
+        self._served: set[int] = set()
         self._ages: list[int] = []  # heap of ids that are, or were, CPU decodes at a boundary
         self._in_ages: set[int] = set()
-        self._reads: dict[int, int] = {}  # tokens of KV that a visit of a request on the CPU reads
+        self._reads: Counter[int] = Counter()  # tokens of KV that a visit of each on the CPU reads
         self._cpu_tokens = 0
 
     def touch(self, request: Request) -> None:
         self._touched[request.request_id] = request
+
+    def serve(self, request_ids: Iterable[int]) -> None:
+        """CPU decodes, in flight until now or not, have had their turn, all the same one, and each
+        gains a token before the next question, unless it is discarded."""
+        self._served.update(request_ids)
 
     def park(self, request: Request) -> None:
         """A CPU decode of it has left for a pass: there its order does not matter, and it reads
@@ -96,6 +105,7 @@ class RequestIndex:
     def discard(self, request: Request) -> None:
         """It runs no longer."""
         self._touched.pop(request.request_id, None)
+        self._served.discard(request.request_id)
         self._cpu_tokens -= self._reads.pop(request.request_id, 0)
         group = self._group_of.pop(request.request_id, None)
         if group is not None:
@@ -142,7 +152,7 @@ class RequestIndex:
         return len(groups[0].members), len(groups[1].members), len(groups[2].members)
 
     def _file(self) -> None:
-        if not self._touched:
+        if not (self._touched or self._served):
             return
         groups = self._gpu, self._cpu, self._prefills, self._in_flight
         filed: dict[_Group, list[Request]] = {group: [] for group in groups}
@@ -155,16 +165,31 @@ class RequestIndex:
             filed[group].append(request)
             if group is not self._in_flight:  # what leaves for a pass reads what it did
                 tokens = 0 if request.placement is Placement.GPU else request.num_tokens
-                self._cpu_tokens += tokens - reads.get(request_id, 0)
+                self._cpu_tokens += tokens - reads[request_id]
                 reads[request_id] = tokens
         self._touched.clear()
+        filed[self._cpu] += self._take_served()
         for group, requests in filed.items():
             if requests:
                 group.add(requests)
-        for request in filed[self._cpu]:
-            if request.request_id not in self._in_ages:
-                self._in_ages.add(request.request_id)
-                heappush(self._ages, request.request_id)
+        self._note_ages(filed[self._cpu])
+
+    def _take_served(self) -> list[Request]:
+        """What `serve` was told of, out of its groups, oldest first."""
+        ids = sorted(self._served)
+        self._served.clear()
+        idle, in_flight = self._cpu.members, self._in_flight.members
+        requests = [idle.pop(i) if i in idle else in_flight.pop(i) for i in ids]
+        self._group_of.update(zip(ids, repeat(self._cpu)))
+        self._reads.update(ids)  # each reads one token more
+        self._cpu_tokens += len(ids)
+        return requests
+
+    def _note_ages(self, requests: list[Request]) -> None:
+        known = self._in_ages
+        for request_id in [i for i in map(_age, requests) if i not in known]:
+            known.add(request_id)
+            heappush(self._ages, request_id)
 
     def _group(self, request: Request) -> _Group:
         if request.in_flight:

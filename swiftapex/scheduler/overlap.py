@@ -26,10 +26,10 @@ def overlap_plan(
     """The plan of `main`, its chunks cut to `keep` tokens (None: what a pass should hold), and a
     cohort of at most `rows` CPU decodes."""
     in_flight = state.num_in_flight + rows
-    if in_flight:
-        cohorts = len(state.cohorts) + bool(rows)
-        visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
+    if in_flight and main.chunks:
         if keep is None:
+            cohorts = len(state.cohorts) + bool(rows)
+            visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
             keep = overlap_chunk_tokens(cost, main.load, in_flight, visit, state.cpu_free)
         cut_chunks(state, main, main.chunks, keep)
     cohort = new_cohort(state, main, rows)

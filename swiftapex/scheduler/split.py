@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from swiftapex.core.request import Placement
+from swiftapex.core.request import Placement, Request
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -25,6 +25,7 @@ from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
 
 _LOOK_ON = 32  # candidates that are looked at after the last one that fitted
+_WANTED_GROUPS = 16  # in which those are taken that are wanted
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
@@ -46,6 +47,7 @@ def choose_split(
     contexts: Iterable[int],
     rooms: tuple[int, int],
     forced: int = 0,
+    wanted: int = 0,
 ) -> Split:
     """Distributes CPU decodes that read `contexts` tokens each, in this order, over sub-batch 0
     (which starts as `main`) and sub-batch 1 (empty), with room for `rooms` more rows.
@@ -54,26 +56,34 @@ def choose_split(
     attention is hidden behind the GPU's work. As long as there is time for many, half as many are
     tried together, which saves time and is as fine. One that does not fit is left out, with all
     that are longer; the search ends where 32 in a row were. The first `forced` are taken even if
-    they are not hidden. Without rows in `main` there is nothing to hide behind, and all are taken
-    in two halves.
+    they are not hidden, and so are those up to `wanted`, in groups. Without rows in `main` there is
+    nothing to hide behind, and all are taken in two halves.
     """
     halves = _Halves(cost, main, rooms)
-    candidates = enumerate(contexts)
     if main.rows == 0:
-        halves.share_out(candidates)
+        halves.share_out(enumerate(contexts))
         return halves.split()
-    for index, tokens in islice(candidates, forced):
-        halves.take([index], tokens, must=True)
-    group = list(islice(candidates, 1))
-    while group and halves.take([i for i, _ in group], sum(tokens for _, tokens in group)):
+    contexts = iter(contexts)
+    index = 0  # of the first candidate that has not been decided on
+    for tokens in islice(contexts, forced):
+        halves.take(range(index, index + 1), tokens, must=True)
+        index += 1
+    size = max(1, wanted // _WANTED_GROUPS) if wanted <= min(rooms) else 1
+    while index < wanted and (group := list(islice(contexts, min(size, wanted - index)))):
+        halves.take(range(index, index + len(group)), sum(group), must=True)
+        index += len(group)
+    group = list(islice(contexts, 1))
+    while group and halves.take(range(index, index + len(group)), sum(group)):
+        index += len(group)
         size = halves.group_size()
-        group = list(islice(candidates, size)) if size > 1 else []
+        group = list(islice(contexts, size)) if size > 1 else []
     left_out = float("inf")  # tokens of the shortest one that did not fit
     since = 0  # candidates looked at since one was taken
-    for index, tokens in chain(group, candidates):
+    first = index
+    for index, tokens in enumerate(chain(group, contexts), start=first):
         since += 1
         if tokens < left_out:
-            if halves.take([index], tokens):
+            if halves.take(range(index, index + 1), tokens):
                 since = 0
             else:
                 left_out = tokens
@@ -165,6 +175,11 @@ class _Halves:
         return self._cost.linear_us(rows) + self._cost.hand_off_us(self._counts[half])
 
 
+def _decode_reads(request: Request) -> int:
+    """Tokens of KV that the next decode reads: `num_tokens`, in a fraction of its time."""
+    return request.num_computed + 1
+
+
 def split_for(
     state: SchedulerState,
     cost: CostModel,
@@ -172,10 +187,13 @@ def split_for(
     second: BatchDraft,
     requests: Lazily,
     forced: int,
+    wanted: int = 0,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
-    contexts = (request.num_computed + 1 for request in requests)  # = num_tokens: they decode
-    return choose_split(cost, first.load, contexts, (first.row_room, second.row_room), forced)
+    contexts = map(_decode_reads, requests)
+    return choose_split(
+        cost, first.load, contexts, (first.row_room, second.row_room), forced, wanted
+    )
 
 
 def add_split(

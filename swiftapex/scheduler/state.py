@@ -8,7 +8,8 @@ in, and in what order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
+from operator import ge
 
 from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, decode_rows
 from swiftapex.core.request import Placement, Request, RequestState
@@ -182,21 +183,24 @@ class SchedulerState:
     def add_decodes(self, batch: BatchDraft, requests: Sequence[Request]) -> int:
         """`add_decode` for free requests that decode on one side, in order, until the batch is full
         or one finds no block; returns how many were added."""
-        requests = requests[: batch.row_room]
+        requests = list(requests[: batch.row_room])
         if not requests:
             return 0
-        iteration, count = self.iteration, 0
+        count, iteration = len(requests), self.iteration
         ids = [request.request_id for request in requests]
-        for request, room in zip(requests, self.blocks.rooms_of(ids), strict=True):
-            if request.num_computed >= room:
-                if not self.has_block(request):
-                    break
-                self._note_blocks(request, self.blocks.append(ids[count], room + 1))
-            request.last_served = iteration
-            count += 1
-        starts = [request.num_computed for request in requests[:count]]
-        self._planned.update(ids[:count])
-        batch.add_decodes(decode_rows(ids[:count], requests[0].placement, starts))
+        starts = [request.num_computed for request in requests]
+        full = map(ge, starts, self.blocks.rooms_of(ids))  # which need a block
+        for index in compress(range(count), full):
+            if not self.has_block(requests[index]):
+                count = index
+                del requests[count:], ids[count:], starts[count:]
+                break
+            self._note_blocks(requests[index], self.blocks.append(ids[index], starts[index] + 1))
+        if requests:
+            for request in requests:
+                request.last_served = iteration
+            self._planned.update(ids)
+            batch.add_decodes(decode_rows(ids, requests[0].placement, starts), sum(starts) + count)
         return count
 
     def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int) -> int:
@@ -337,18 +341,26 @@ class SchedulerState:
             self.blocks.finish_move(move.request_id)
             if (request := running(move.request_id)) is not None:
                 request.moving = False
+        served = []  # CPU decodes
         for row in (row for b in plan.sub_batches + plan.new_cohorts for row in b.rows):
             if row.placement is Placement.GPU and row.is_decode:
                 continue  # stays what and where it is
-            if row.request_id in in_flight:
-                continue  # see below
-            if (request := running(row.request_id)) is not None:
+            if row.request_id in in_flight or (request := running(row.request_id)) is None:
+                continue  # see below, or it has ended
+            if row.is_decode:
+                served.append(row.request_id)
+            else:
                 self._advanced(request)
+        turn = self.iteration - 1  # until then it was under way
         for request_id in self._in_flight ^ in_flight:
             if (request := running(request_id)) is not None:
+                request.last_served = turn
                 request.in_flight = request_id in in_flight
-                request.last_served = self.iteration - 1  # until then it was under way
-                (self._index.park if request.in_flight else self._index.touch)(request)
+                if request.in_flight:
+                    self._index.park(request)
+                else:
+                    served.append(request_id)
+        self._index.serve(served)
         self._in_flight = in_flight
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)
@@ -373,7 +385,7 @@ class SchedulerState:
         return Lazily(r for r in requests if r.request_id not in planned)
 
     def _advanced(self, request: Request) -> None:
-        """A chunk or a CPU decode of it has been launched."""
+        """A chunk of it has been launched."""
         if request.placement is Placement.STAGING and (
             request.is_decoding or request.num_computed == request.num_tokens
         ):

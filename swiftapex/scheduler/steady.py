@@ -24,6 +24,8 @@ from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.state import SchedulerState
 
 _ROUNDS = 6  # in which the chunk settles at what the iteration's tokens ask for
+_NEARLY = 0.985  # of the most that iterations yield: a shorter one is worth the rest
+_STEP = 1.25  # from one number of CPU decodes to the next
 _CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are on their way
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
@@ -83,6 +85,7 @@ class Steady:
     us: float
     chunk: int  # tokens of prefill in it
     on_cpu: int = 0  # requests on the CPU that it takes
+    taken: int = 0  # CPU decodes in it
 
 
 def gpu_only(cost: CostModel, mix: Mix) -> Steady:
@@ -96,24 +99,48 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
 def asymmetric(cost: CostModel, mix: Mix) -> Steady:
     """Both halves hold as many CPU decodes as the other's work on the GPU hides.
 
-    A longer chunk may hide nearly as many more decodes as it takes to ask for it. Then the chunk
-    stays short of where it would settle, which hangs on every percent of the cost model: the yield
-    would hardly grow, and iterations would take several times as long."""
-    each_us = cost.cpu_attention_us(_SAMPLE * mix.tokens_each, _SAMPLE) / _SAMPLE
-    first, second, tokens, chunk = mix.with_chunk(0), Load(), float(mix.gpu_decodes), 0
-    for _ in range(_ROUNDS):
+    With prompts, how many CPU decodes that are, and so how long the chunk that they ask for, hangs
+    on every percent of the cost model: a longer chunk hides nearly as many more as it takes to ask
+    for it. So iterations of more and more CPU decodes are compared, each with its chunk, whether or
+    not all is hidden, and of those that yield nearly the most the shortest is taken."""
+    found: list[Steady] = []
+    most = min(mix.cpu_decodes, 2 * mix.max_rows - mix.gpu_decodes)
+    taken = min(most, max(1, _hidden(cost, mix)))
+    while True:
+        tokens = mix.gpu_decodes + taken
         chunk = _chunk(mix, tokens)
-        alone = mix.with_chunk(chunk)
-        hidden = cost.linear_us(max(1, alone.rows)) / each_us
-        in_second = int(min(hidden, mix.cpu_decodes, mix.max_rows))
-        beside = cost.linear_us(in_second) + gpu_side_attention_us(cost, alone)
-        room = mix.max_rows - mix.gpu_decodes
-        in_first = int(max(0, min(beside / each_us, mix.cpu_decodes - in_second, room)))
-        second = Load().with_cpu_decodes(in_second * mix.tokens_each, in_second)
-        first = alone.with_cpu_decodes(in_first * mix.tokens_each, in_first)
-        tokens = mix.gpu_decodes + in_first + in_second
-    on_cpu = int(_CHOICE * (first.cpu_requests + second.cpu_requests))
-    return _steady(mix, tokens, chunk, asymmetric_us(cost, first, second), on_cpu)
+        us = asymmetric_us(cost, *_halves(cost, mix, chunk, taken))
+        found.append(_steady(mix, tokens, chunk, us, int(_CHOICE * taken), taken))
+        best = max(each.rate for each in found)
+        if taken == most or found[-1].rate < _NEARLY * best or not mix.prompt_share:
+            return next(each for each in found if each.rate >= _NEARLY * best)
+        taken = min(most, int(_STEP * taken) + 1)
+
+
+def _hidden(cost: CostModel, mix: Mix) -> int:
+    """CPU decodes that two sub-batches without chunks hide."""
+    each_us = cost.cpu_attention_us(_SAMPLE * mix.tokens_each, _SAMPLE) / _SAMPLE
+    alone = mix.with_chunk(0)
+    in_second = int(
+        min(cost.linear_us(max(1, alone.rows)) / each_us, mix.cpu_decodes, mix.max_rows)
+    )
+    beside = cost.linear_us(in_second) + gpu_side_attention_us(cost, alone)
+    room = mix.max_rows - mix.gpu_decodes
+    return in_second + int(max(0, min(beside / each_us, mix.cpu_decodes - in_second, room)))
+
+
+def _halves(cost: CostModel, mix: Mix, chunk: int, taken: int) -> tuple[Load, Load]:
+    """Sub-batches with a chunk and `taken` CPU decodes, so that the CPU is as busy beside the one
+    as beside the other."""
+    alone = mix.with_chunk(chunk)
+    beside_first = cost.linear_us(max(1, alone.rows))
+    beside_second = cost.linear_us(max(1, taken // 2)) + gpu_side_attention_us(cost, alone)
+    second = round(taken * beside_first / (beside_first + beside_second))
+    second = max(min(second, mix.max_rows), taken - (mix.max_rows - mix.gpu_decodes))
+    return (
+        alone.with_cpu_decodes((taken - second) * mix.tokens_each, taken - second),
+        Load().with_cpu_decodes(second * mix.tokens_each, second),
+    )
 
 
 def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
@@ -134,10 +161,12 @@ def _chunk(mix: Mix, tokens: float) -> int:
     return int(min(mix.prompt_share * tokens, mix.max_tokens - mix.gpu_decodes))
 
 
-def _steady(mix: Mix, tokens: float, chunk: int, us: float, on_cpu: int = 0) -> Steady:
+def _steady(
+    mix: Mix, tokens: float, chunk: int, us: float, on_cpu: int = 0, taken: int = 0
+) -> Steady:
     """Where the chunk is cut off, requests cannot begin as fast as they could end."""
     if us <= 0:
         return Steady(0.0, 0.0, chunk)
     asked = mix.prompt_share * tokens
     share = min(1.0, (chunk + 1) / asked) if asked > 0 else 1.0
-    return Steady(tokens * share / us, us, chunk, on_cpu)
+    return Steady(tokens * share / us, us, chunk, on_cpu, taken)
