@@ -21,8 +21,8 @@ row() { # row <model> <tokens of GPU KV> <lengths..>
 }
 
 if [ "$part" != 8b ]; then
-    row llama2-7b 864 372x45@60:0.93 400x200@289
-    row llama2-7b 4096 400x50@75:0.88 400x200@285 400x500@225
+    row llama2-7b 864 372x45@135:0.9 400x200@289
+    row llama2-7b 4096 400x50@85:0.88 400x200@285 400x500@225
 fi
 if [ "$part" != 7b ]; then
     row llama3.1-8b 26400 1000x300@80:0.7 1000x600@495:0.5

@@ -27,7 +27,6 @@ from swiftapex.scheduler.state import SchedulerState
 
 _EVERY = 8  # iterations between two comparisons: the mix changes slowly
 _STAY = 1.05  # by how much another strategy must be better: to change takes some passes
-_FILL = 0.05  # and one whose CPU is still empty: the prompts that fill it earn nothing for a while
 _LEAST_CHUNK = 16  # tokens
 _WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
@@ -37,9 +36,10 @@ class ModelBased(Policy):
     went on with the present mix of prompts and decodes (`scheduler/steady.py`), and takes the best.
 
     `cohorts`: as for `apex`. `margin`: by what share a strategy with the CPU must beat GPU-only:
-    what predictions get wrong must not cost anything where the CPU has little to give. By up to
-    0.05 more while the CPU holds fewer requests than the strategy takes. No prompt is sent to the
-    CPU while GPU-only is best.
+    what predictions get wrong must not cost anything where the CPU has little to give. A
+    strategy that takes more requests on the CPU than there are must also make up for their prompts,
+    which put off the tokens of all requests that are known by then: the CPU is not filled for the
+    sake of a few short ones. No prompt is sent to the CPU while GPU-only is best.
     """
 
     uses_cpu = True
@@ -108,14 +108,16 @@ class ModelBased(Policy):
         if mix.cpu_decodes:
             found[ASYMMETRIC] = steady.asymmetric(cost, mix)
             found[OVERLAP] = steady.overlap(cost, mix, self.cohorts)
-        self._strategy = self.best(found, state.running_on(Placement.CPU))
+        on_cpu = state.running_on(Placement.CPU)
+        self._strategy = self.best(found, on_cpu, steady.fill_share(cost, mix))
 
-    def best(self, found: Mapping[str, steady.Steady], on_cpu: int) -> str:
-        """The strategy for the next iterations, with so many requests on the CPU now."""
+    def best(self, found: Mapping[str, steady.Steady], on_cpu: int, fill_share: float) -> str:
+        """The strategy for the next iterations, with so many requests on the CPU now. `fill_share`:
+        µs a token for each request that it takes there beyond those."""
         rates = {}
         for name, each in found.items():
-            missing = max(0.0, 1 - on_cpu / each.on_cpu) if each.on_cpu else 0.0
-            rates[name] = each.rate / (1 + _FILL * missing)
+            missing = max(0, each.on_cpu - on_cpu)
+            rates[name] = each.rate / (1 + each.rate * missing * fill_share)
         rates[GPU_ONLY] *= 1 + self.margin
         if self._strategy != GPU_ONLY and self._strategy in rates:
             rates[self._strategy] *= _STAY

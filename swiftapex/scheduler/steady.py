@@ -7,6 +7,7 @@ could go on for ever: tokens per µs where each token comes with `prompt_share` 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from swiftapex.core.request import Placement
@@ -40,6 +41,7 @@ class Mix:
     prompt_share: float  # prefill tokens for each token of output
     max_tokens: int  # of an iteration
     max_rows: int  # of a linear batch
+    known_tokens: float = math.inf  # of output, that requests which run or wait may still get
 
     @staticmethod
     def of(state: SchedulerState) -> Mix:
@@ -65,7 +67,9 @@ class Mix:
         prompt_share = state.queue.prompt_share() if prompts else 0.0
         most = state.limits.max_tokens_in_batch
         rows = min(state.limits.max_batch_size, most)
-        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows)
+        output = each / (prompt_share + 0.5)  # of a request, which holds half of it on the average
+        known = output * (waiting + state.queue.num_running / 2)
+        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, known)
 
     def with_chunk(self, chunk: int) -> Load:
         """The GPU's decodes and a chunk."""
@@ -155,6 +159,13 @@ def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
         advance = min(1.0, us / visit) if visit > 0 else 1.0
         tokens = mix.gpu_decodes + advance * overlap_tokens(cost, mix.cpu_decodes)
     return _steady(mix, tokens, chunk, us, int(advance * mix.cpu_decodes))
+
+
+def fill_share(cost: CostModel, mix: Mix) -> float:
+    """µs by which a prompt that goes to the CPU beforehand puts off each token that is known of."""
+    most = mix.max_tokens
+    prompt = Load(rows=most, chunks=((most, 0),))
+    return gpu_only_us(cost, prompt) / most * mix.tokens_each / max(1.0, mix.known_tokens)
 
 
 def _chunk(mix: Mix, tokens: float) -> int:
