@@ -47,11 +47,12 @@ struct Columns {
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const T first = from_float<T>(exp2_fast(scores[2 * half] - maxima[c][0]));
-                const T second = from_float<T>(exp2_fast(scores[2 * half + 1] - maxima[c][1]));
+                const Pack<T, 2> pair =
+                    pair_from_floats<T>(exp2_fast(scores[2 * half] - maxima[c][0]),
+                                        exp2_fast(scores[2 * half + 1] - maxima[c][1]));
                 // The rounded ones are added up, so that the weights sum to one.
-                weights[c][0] += to_float(first), weights[c][1] += to_float(second);
-                const Pack<T, 2> pair{{first, second}};
+                weights[c][0] += to_float(pair.value[0]);
+                weights[c][1] += to_float(pair.value[1]);
                 p[c][half] = transpose(reinterpret_cast<const unsigned&>(pair));
             }
         }

@@ -32,6 +32,7 @@ struct FmaTile {
 
     static constexpr int kCapability = 0;
     static constexpr int kMinStages = 1;
+    static constexpr int kMergeHeads = 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         return slot_floats(args.heads, args.head_dim) * 4 + stages * stage_bytes(args.head_dim);
     }

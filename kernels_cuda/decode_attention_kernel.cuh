@@ -86,9 +86,9 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         int unit = piece.warp_begin;
         Segment segment = piece.first, next = segment;
         tile.load_queries(args, segment);
-        for (;; segment = next) {
+        for (;; segment = next, unit = segment.start) {
             const int end = segment.end() < piece.warp_end ? segment.end() : piece.warp_end;
-            const bool is_last = end == piece.warp_end;
+            const bool is_last = segment.after() >= piece.warp_end;
             tile.begin(args);
             if (!is_last) {
                 advance(args, next);
@@ -113,7 +113,7 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         }
     }
     if (piece.has_empty_rows) zero_empty_rows(args);
-    if (piece.begin < piece.end) merge_piece(args, piece, area);
+    if (piece.begin < piece.end) merge_piece<Tile::kMergeHeads>(args, piece, area);
 }
 
 // Not compiled for GPUs on which it is never launched.
@@ -149,13 +149,14 @@ inline DeviceLimits device_limits() {
     return {value / 2048 * 16, cap > 0 && cap < capability ? cap : capability};
 }
 
-// Warps and stages: the most tiles in flight, and of equal choices the most warps.
+// Warps and stages: the most tiles in flight, and of equal choices the most warps. As many for each
+// of a multiprocessor's four schedulers: at 8 multiprocessors the one with most work decides.
 template <class Tile>
 void launch_decode_attention(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
     const int limit = device_limits().shared_bytes;
     const int slot = slot_floats(args.heads, args.head_dim);
     int best_warps = 0, bytes = 0;
-    for (int warps = Tile::kWarps; warps > 0; --warps) {
+    for (int warps = Tile::kWarps; warps > 0; warps -= warps > 4 ? 4 : 1) {
         for (int stages = Tile::kMinStages; stages <= kMaxStages; ++stages) {
             const int warp_bytes = Tile::warp_bytes(args, stages);
             const int needed = MergeArea::kBeforeWarps + warps * warp_bytes;

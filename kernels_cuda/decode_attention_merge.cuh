@@ -27,7 +27,7 @@ struct MergeArea {
     uint64_t* barriers;  // [warps][kMaxStages]
     Segment* segments;   // [2 * warps]; tiles 0: the slot is empty
     float** sums;        // [2 * warps], where they are
-    int* is_last;        // [2]
+    int2* to_merge;      // [2]: the first block and how many, 0 if this one does not merge them
     char* of_warps;      // args.warp_bytes each
 
     static constexpr int kFixed =
@@ -39,7 +39,7 @@ struct MergeArea {
         : barriers(reinterpret_cast<uint64_t*>(memory)),
           segments(reinterpret_cast<Segment*>(barriers + kMaxWarps * kMaxStages)),
           sums(reinterpret_cast<float**>(segments + 2 * kMaxWarps)),
-          is_last(reinterpret_cast<int*>(sums + 2 * kMaxWarps)),
+          to_merge(reinterpret_cast<int2*>(sums + 2 * kMaxWarps)),
           of_warps(memory + kBeforeWarps) {}
 
     __device__ float* own_memory(const DecodeArgs& args) const {
@@ -99,61 +99,78 @@ __device__ inline void store_whole(const DecodeArgs& args, const Segment& segmen
     }
 }
 
-// The slots (a mask) from `begin` on, all of one segment, to the output, or, if other blocks have
-// parts of it too, to the workspace. `turn` shifts the work to other threads, for the next segment.
+// The slots (a mask), all of one segment, to the output, or, if other blocks have parts of it too,
+// to the workspace. By `warps` warps, of which this one is number `warp`: each takes whole heads,
+// kHeads of two slots at once, as those in the workspace take a while to arrive.
+template <int kHeads>
 __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
-                                   const MergeArea& area, unsigned slots, int begin, int turn) {
-    const Segment segment = area.segments[begin];
+                                   const MergeArea& area, unsigned slots, int warp, int warps) {
+    const Segment segment = area.segments[__ffs(slots) - 1];
     const Heads heads = heads_of(args, segment);
     const int quads = args.head_dim / 4, slot = slot_floats(args.heads, args.head_dim);
-    const int scalars = args.heads * args.head_dim, items = heads.count * quads;
+    const int scalars = args.heads * args.head_dim;
     const bool starts_here = segment.start >= piece.begin;
     const bool is_whole = starts_here && segment.end() <= piece.end;
     const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
     float* partial = args.partials + (2 * int64_t{blockIdx.x} + starts_here) * slot;
 
-    const int threads = blockDim.x, shift = turn * items % threads;
-    for (int item = (threadIdx.x + threads - shift) % threads; item < items; item += threads) {
-        const int head = item / quads;
-        float maximum = -INFINITY, weight = 0.0f;
-        float4 sum{};
+    constexpr int kSlots = 2;
+    const auto merge = [&](int first, int quad) {
+        float maximum[kHeads], weight[kHeads];
+        float4 sum[kHeads];
+#pragma unroll
+        for (int i = 0; i < kHeads; ++i) maximum[i] = -INFINITY, weight[i] = 0.0f, sum[i] = {};
         for (unsigned rest = slots; rest != 0;) {
-            // Some at once, as those in the workspace take a while to arrive.
-            constexpr int kAtOnce = 4;
-            float maxima[kAtOnce], weights[kAtOnce];
-            float4 sums[kAtOnce];
+            float maxima[kSlots][kHeads], weights[kSlots][kHeads];
+            float4 sums[kSlots][kHeads];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                maxima[i] = -INFINITY;
-                if (rest == 0) continue;
-                const float* of_warp = area.sums[__ffs(rest) - 1];
+            for (int j = 0; j < kSlots; ++j) {
+                const bool exists = rest != 0;
+                const float* of_warp = area.sums[exists ? __ffs(rest) - 1 : 0];
                 rest &= rest - 1;
-                maxima[i] = of_warp[scalars + head];
-                weights[i] = of_warp[scalars + args.heads + head];
-                sums[i] = reinterpret_cast<const float4*>(of_warp)[item];
-            }
-            float higher = maximum;
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) higher = fmaxf(higher, maxima[i]);
-            const float old_share = exp2_fast(maximum - higher);
-            maximum = higher, weight *= old_share, sum = scaled(sum, old_share);
+                for (int i = 0; i < kHeads; ++i) {
+                    const int head = first + i * warps;
+                    maxima[j][i] = -INFINITY;
+                    if (!exists || head >= heads.count) continue;
+                    maxima[j][i] = of_warp[scalars + head];
+                    weights[j][i] = of_warp[scalars + args.heads + head];
+                    sums[j][i] = reinterpret_cast<const float4*>(of_warp)[head * quads + quad];
+                }
+            }
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (maxima[i] == -INFINITY) continue;
-                const float share = exp2_fast(maxima[i] - maximum);
-                weight += share * weights[i];
-                add_scaled(sum, sums[i], share);
+            for (int i = 0; i < kHeads; ++i) {
+                float higher = maximum[i];
+#pragma unroll
+                for (int j = 0; j < kSlots; ++j) higher = fmaxf(higher, maxima[j][i]);
+                const float old_share = exp2_fast(maximum[i] - higher);
+                maximum[i] = higher, weight[i] *= old_share, sum[i] = scaled(sum[i], old_share);
+#pragma unroll
+                for (int j = 0; j < kSlots; ++j) {
+                    if (maxima[j][i] == -INFINITY) continue;
+                    const float share = exp2_fast(maxima[j][i] - higher);
+                    weight[i] += share * weights[j][i];
+                    add_scaled(sum[i], sums[j][i], share);
+                }
             }
         }
-        if (is_whole) {
-            store_out(args, out + item * 4, scaled(sum, 1.0f / weight));
-            continue;
+#pragma unroll
+        for (int i = 0; i < kHeads; ++i) {
+            const int head = first + i * warps, item = head * quads + quad;
+            if (head >= heads.count) break;
+            if (is_whole) {
+                store_out(args, out + item * 4, scaled(sum[i], 1.0f / weight[i]));
+                continue;
+            }
+            __stcg(reinterpret_cast<float4*>(partial) + item, sum[i]);
+            if (quad == 0) {
+                __stcg(partial + scalars + head, maximum[i]);
+                __stcg(partial + scalars + args.heads + head, weight[i]);
+            }
         }
-        __stcg(reinterpret_cast<float4*>(partial) + item, sum);
-        if (item % quads == 0) {
-            __stcg(partial + scalars + head, maximum);
-            __stcg(partial + scalars + args.heads + head, weight);
-        }
+    };
+    for (int quad = threadIdx.x % 32; quad < quads; quad += 32) {
+        for (int head = warp; head < heads.count; head += kHeads * warps) merge(head, quad);
     }
 }
 
@@ -168,92 +185,124 @@ __device__ inline int add_in_order(int32_t* counter, int x) {
     return before;
 }
 
-// The partial results that the blocks first to last left for a segment, in this order, twelve at
-// once, as each takes a while to arrive.
+__device__ inline float max_of_lanes(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, distance));
+    }
+    return x;
+}
+
+__device__ inline float sum_of_lanes(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(kAllLanes, x, distance);
+    }
+    return x;
+}
+
+// The partial results that `count` blocks from `first` on left for a segment, in this order. A warp
+// takes a head: of 32 blocks, each lane the scalars of one, and of eighteen the sums at once, as
+// they take a while to arrive.
 __device__ inline void merge_blocks(const DecodeArgs& args, const Segment& segment, int first,
-                                    int last) {
+                                    int count) {
     const Heads heads = heads_of(args, segment);
     const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
-    constexpr int kAtOnce = 12;
-    const int64_t slot = slot_floats(args.heads, args.head_dim);
-    const auto slot_of = [&](int cta) {
-        return args.partials + (2 * int64_t{cta} + (cta == first)) * slot;
-    };
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    constexpr int kAtOnce = 18;
+    const int slot = slot_floats(args.heads, args.head_dim);
+    const float* partials = args.partials + 2 * int64_t{first} * slot;
+    const auto slot_of = [&](int i) { return partials + (i == 0 ? 1 : 2 * i) * slot; };
     const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
-    for (int item = threadIdx.x; item < heads.count * quads; item += blockDim.x) {
-        const int head = item / quads;
+    const auto merge = [&](int head, int quad) {
+        const int item = head * quads + quad;
         float maximum = -INFINITY, weight = 0.0f;
         float4 sum{};
-        for (int base = first; base <= last; base += kAtOnce) {
-            float maxima[kAtOnce], weights[kAtOnce];
-            float4 sums[kAtOnce];
+        for (int base = 0; base < count; base += 32) {
+            const int here = count - base < 32 ? count - base : 32;
+            const float* scalar = slot_of(base + (lane < here ? lane : 0)) + scalars + head;
+            const float of_lane = lane < here ? __ldcg(scalar) : -INFINITY;
+            const float weight_of_lane = lane < here ? __ldcg(scalar + args.heads) : 0.0f;
+            float share = 0.0f;
+            for (int part = 0; part < here; part += kAtOnce) {
+                float4 sums[kAtOnce];
+                const int loads = quad < quads ? here - part : 0;
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (base + i > last) break;
-                const float* partial = slot_of(base + i);
-                maxima[i] = __ldcg(partial + scalars + head);
-                weights[i] = __ldcg(partial + scalars + args.heads + head);
-                sums[i] = __ldcg(reinterpret_cast<const float4*>(partial) + item);
-            }
+                for (int i = 0; i < kAtOnce; ++i) {
+                    sums[i] = float4{};
+                    if (i >= loads) continue;
+                    const float* partial = slot_of(base + part + i);
+                    sums[i] = __ldcg(reinterpret_cast<const float4*>(partial) + item);
+                }
+                if (part == 0) {
+                    const float higher = fmaxf(maximum, max_of_lanes(of_lane));
+                    const float old_share = exp2_fast(maximum - higher);
+                    share = exp2_fast(of_lane - higher);
+                    maximum = higher;
+                    weight = weight * old_share + sum_of_lanes(share * weight_of_lane);
+                    sum = scaled(sum, old_share);
+                }
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (base + i > last) break;
-                const float higher = fmaxf(maximum, maxima[i]);
-                const float old_share = exp2_fast(maximum - higher);
-                const float share = exp2_fast(maxima[i] - higher);
-                maximum = higher;
-                weight = weight * old_share + weights[i] * share;
-                sum = scaled(sum, old_share);
-                add_scaled(sum, sums[i], share);
+                for (int i = 0; i < kAtOnce; ++i) {
+                    add_scaled(sum, sums[i], __shfl_sync(kAllLanes, share, part + i));
+                }
             }
         }
-        store_out(args, out + item * 4, scaled(sum, 1.0f / weight));
+        if (quad < quads) store_out(args, out + item * 4, scaled(sum, 1.0f / weight));
+    };
+    for (int head = threadIdx.x / 32; head < heads.count; head += warps) {
+        for (int quad = lane; quad - lane < quads; quad += 32) merge(head, quad);
     }
 }
 
 // By the whole block, once its warps have left what they have in the area.
+template <int kHeads>
 __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
                                    const MergeArea& area) {
     __syncthreads();
     // A segment's slots lie side by side: they begin where a warp starts one, and at the first.
-    const int lane = threadIdx.x % 32, slots = blockDim.x / 16;
-    const bool used = lane < slots && area.segments[lane].tiles > 0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const bool used = lane < 2 * warps && area.segments[lane].tiles > 0;
     const unsigned all = __ballot_sync(kAllLanes, used);
-    unsigned begins = (all & 0xaaaaaaaau) | (all & (0u - all));
-    int from_before = -1, to_next = -1;  // slots of the segments that other blocks share
-    for (int turn = 0; begins != 0; ++turn) {
-        const int begin = __ffs(begins) - 1;
-        begins &= begins - 1;
-        const unsigned after = begins != 0 ? 0u - (begins & (0u - begins)) : 0u;
-        merge_slots(args, piece, area, all & ~after & (0u - (1u << begin)), begin, turn);
-        if (area.segments[begin].start < piece.begin) {
-            from_before = begin;
-        } else if (area.segments[begin].end() > piece.end) {
-            to_next = begin;
-        }
+    if (all == 0) return;
+    const unsigned begins = (all & 0xaaaaaaaau) | (all & (0u - all));
+    // All segments at once, each by a team of warps. With more segments than warps, by one warp.
+    const int segments = __popc(begins), team = segments < warps ? warps / segments : 1;
+    int mine = warp / team;
+    unsigned rest = begins;
+    for (int i = 0; rest != 0; ++i) {
+        const unsigned begin = rest & (0u - rest);
+        rest ^= begin;
+        if (i != mine) continue;
+        mine += warps;
+        const unsigned next = rest & (0u - rest);  // bit of the next segment; 0: there is none
+        merge_slots<kHeads>(args, piece, area, all & (next - 1) & (0u - begin), warp % team, team);
     }
+    // The slots of the segments that other blocks share; -1: there is none.
+    int from_before = __ffs(all) - 1, to_next = 31 - __clz(static_cast<int>(begins));
+    if (area.segments[from_before].start >= piece.begin) from_before = -1;
+    if (to_next == from_before || area.segments[to_next].end() <= piece.end) to_next = -1;
     if (from_before < 0 && to_next < 0) return;
 
     // A block starts at most one shared segment, so its counter serves that one.
     const int shared = threadIdx.x == 0 ? from_before : to_next;
-    int first = 0, others = 0;  // the blocks that have parts of it, how many but this one
+    int first = 0, count = 0;  // the blocks that have parts of it
     if (threadIdx.x < 2 && shared >= 0) {
         const Segment& segment = area.segments[shared];
         first = piece.cut.owner(segment.start);
-        others = piece.cut.owner(segment.end() - 1) - first;
+        count = piece.cut.owner(segment.end() - 1) - first + 1;
     }
     __syncthreads();  // the block's stores come before what these two threads do now
     if (threadIdx.x < 2) {
-        const bool is_last = shared >= 0 && add_in_order(args.counters + first, 1) == others;
+        const bool is_last = shared >= 0 && add_in_order(args.counters + first, 1) == count - 1;
         if (is_last) args.counters[first] = 0;
-        area.is_last[threadIdx.x] = is_last;
+        area.to_merge[threadIdx.x] = {first, is_last ? count : 0};
     }
     __syncthreads();
     for (int i = 0; i < 2; ++i) {
-        if (!area.is_last[i]) continue;
-        const Segment segment = area.segments[i == 0 ? from_before : to_next];
-        merge_blocks(args, segment, piece.cut.owner(segment.start),
-                     piece.cut.owner(segment.end() - 1));
+        const int2 blocks = area.to_merge[i];
+        if (blocks.y == 0) continue;
+        merge_blocks(args, area.segments[i == 0 ? from_before : to_next], blocks.x, blocks.y);
     }
 }
 

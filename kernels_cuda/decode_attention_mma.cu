@@ -44,6 +44,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
 
     static constexpr int kCapability = 80;
     static constexpr int kMinStages = 1;
+    static constexpr int kMergeHeads = 2;
     static int warp_bytes(const DecodeArgs& args, int) {
         return slot_floats(args.heads, kHeadDim) * 4;
     }

@@ -1,7 +1,9 @@
 // Who computes what. The work is a line of units, ordered by row, KV head (or part of its group)
 // and tile of 16 tokens. The thread blocks cut it into equal pieces, whatever lies where, and the
-// warps of a block cut its piece again. A segment is the units of one row and head: a warp's piece
-// holds whole ones, parts of the first and the last, or part of a single one that many warps share.
+// warps of a block cut its piece again. A segment is the units of one row and head: its tiles, and
+// kEndUnits after them, in place of the time that its end and the next one's beginning take. A
+// warp's piece holds whole ones, parts of the first and the last, or part of a single one that many
+// warps share.
 #pragma once
 
 #include "kernels_cuda/decode_attention_args.h"
@@ -10,16 +12,23 @@ namespace swiftapex {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+constexpr int kEndUnits = 2;
+
 struct Segment {
     int row, head;       // head: of kv_heads * splits
     int context, tiles;  // tokens and tiles of the row
     int start;           // its first unit
 
-    __device__ int end() const { return start + tiles; }
+    __device__ int end() const { return start + tiles; }                // of its tiles
+    __device__ int after() const { return start + tiles + kEndUnits; }  // where the next one starts
 };
 
 __device__ inline int tiles_of(int context) {
     return context > 0 ? (context + kTileTokens - 1) / kTileTokens : 0;
+}
+
+__device__ inline int units_of(int context) {
+    return context > 0 ? tiles_of(context) + kEndUnits : 0;
 }
 
 __device__ inline int sum_of_lanes(int x) {
@@ -33,9 +42,21 @@ __device__ inline int sum_of_lanes(int x) {
 #endif
 }
 
+__device__ inline int max_of_lanes(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(kAllLanes, x);
+#else
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const int other = __shfl_xor_sync(kAllLanes, x, distance);
+        x = x > other ? x : other;
+    }
+    return x;
+#endif
+}
+
 // The segment after `segment`, which must not be the last.
 __device__ inline void advance(const DecodeArgs& args, Segment& segment) {
-    segment.start += segment.tiles;
+    segment.start = segment.after();
     if (++segment.head < args.kv_heads * args.splits) return;
     segment.head = 0;
     do {
@@ -59,20 +80,20 @@ struct Cut {
 struct Piece {
     Cut cut{0, 1};             // of all units, between the blocks
     int begin, end;            // this block's units
-    int warp_begin, warp_end;  // this warp's
-    Segment first;             // the segment of warp_begin, if the warp has a unit
+    int warp_begin, warp_end;  // this warp's; begins with a tile if it has any
+    Segment first;             // the segment of warp_begin, if the warp has a tile
     bool has_empty_rows;       // any row without tokens
 };
 
 // The segment that has the unit. All lanes look for it and get the same.
 __device__ inline Segment find_segment(const DecodeArgs& args, int unit) {
     const int lane = threadIdx.x % 32, segments = args.kv_heads * args.splits;  // of a row
-    // The row is the first whose tiles, with those before it, are more than `target`.
+    // The row is the first whose units, with those before it, are more than `target`.
     const int target = unit / segments;
     int before = 0;
     for (int base = 0;; base += 32) {
         const int context = base + lane < args.n ? args.context_lens[base + lane] : 0;
-        int sum = tiles_of(context);
+        int sum = units_of(context);
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int other = __shfl_up_sync(kAllLanes, sum, distance);
@@ -88,32 +109,37 @@ __device__ inline Segment find_segment(const DecodeArgs& args, int unit) {
         segment.row = base + source;
         segment.context = __shfl_sync(kAllLanes, context, source);
         segment.tiles = tiles_of(segment.context);
-        const int row_start =
-            (before + __shfl_sync(kAllLanes, sum, source) - segment.tiles) * segments;
-        segment.head = (unit - row_start) / segment.tiles;
-        segment.start = row_start + segment.head * segment.tiles;
+        const int units = units_of(segment.context);
+        const int row_start = (before + __shfl_sync(kAllLanes, sum, source) - units) * segments;
+        segment.head = (unit - row_start) / units;
+        segment.start = row_start + segment.head * units;
         return segment;
     }
 }
 
 // Blocks that get a piece. Not more than can have a unit for each warp, so that little work is not
-// cut to shreds. Where segments are short on the average, such that equal ones end where pieces do:
-// sharing a segment costs more than the multiprocessors that this leaves idle.
-__device__ inline int blocks_of(int total, int segments, int grid, int warps) {
+// cut to shreds. Such that equal segments end where pieces do, where segments are short on the
+// average, or equal and a piece gets no longer than sharing a segment takes: that costs more than
+// the multiprocessors that are left idle.
+__device__ inline int blocks_of(int total, int segments, int grid, int warps, bool are_equal) {
+    constexpr int kSharingUnits = 6;  // 1.5 us of one of 132 multiprocessors
     const int most = total / warps > 1 ? total / warps : 1;
     const int ctas = grid < most ? grid : most;
-    if (total / (3 * warps) >= segments) return ctas;
     const int of_a_block = (segments + grid - 1) / grid;
     const int whole = (segments + of_a_block - 1) / of_a_block;
+    const bool are_short = total / (3 * warps) < segments;
     const bool few_idle = segments <= grid || whole * 10 >= grid * 9;
-    return few_idle && whole < ctas ? whole : ctas;
+    const bool as_fast =
+        are_equal && of_a_block * (total / segments) <= total / ctas + kSharingUnits;
+    return ((are_short && few_idle) || as_fast) && whole < ctas ? whole : ctas;
 }
 
 // Every warp computes it by itself.
 __device__ inline Piece find_piece(const DecodeArgs& args) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     constexpr int kAtOnce = 4;  // loads of a lane
-    int tiles = 0, rows = 0;    // rows: with tokens
+    int units = 0, rows = 0;    // rows: with tokens
+    int longest = 0;
     for (int base = lane; base < args.n; base += 32 * kAtOnce) {
         int contexts[kAtOnce];
 #pragma unroll
@@ -124,23 +150,32 @@ __device__ inline Piece find_piece(const DecodeArgs& args) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             rows += contexts[i] > 0;
-            tiles += tiles_of(contexts[i]);
+            units += units_of(contexts[i]);
+            longest = longest > contexts[i] ? longest : contexts[i];
         }
     }
-    tiles = sum_of_lanes(tiles), rows = sum_of_lanes(rows);
+    units = sum_of_lanes(units), rows = sum_of_lanes(rows);
     Piece piece{};
     piece.has_empty_rows = rows < args.n;
-    const int total = tiles * args.kv_heads * args.splits;
+    const int total = units * args.kv_heads * args.splits;
     const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    const int ctas = blocks_of(total, rows * args.kv_heads * args.splits, grid, warps);
-    if (total == 0 || cta >= ctas) return piece;
+    if (total == 0) return piece;
+    const bool are_equal = int64_t{rows} * units_of(max_of_lanes(longest)) == units;
+    const int ctas = blocks_of(total, rows * args.kv_heads * args.splits, grid, warps, are_equal);
+    if (cta >= ctas) return piece;
     piece.cut = Cut(total, ctas);
     piece.begin = piece.cut.begin(cta);
     piece.end = piece.cut.begin(cta + 1);
     const Cut between_warps(piece.end - piece.begin, warps);
     piece.warp_begin = piece.begin + between_warps.begin(warp);
     piece.warp_end = piece.begin + between_warps.begin(warp + 1);
-    if (piece.warp_begin < piece.warp_end) piece.first = find_segment(args, piece.warp_begin);
+    if (piece.warp_begin >= piece.warp_end) return piece;
+    piece.first = find_segment(args, piece.warp_begin);
+    if (piece.warp_begin >= piece.first.end()) {  // behind its tiles
+        const bool more = piece.first.after() < piece.warp_end;
+        piece.warp_begin = more ? piece.first.after() : piece.warp_end;
+        if (more) advance(args, piece.first);
+    }
     return piece;
 }
 
@@ -148,8 +183,9 @@ __device__ inline Piece find_piece(const DecodeArgs& args) {
 struct Cursor {
     Segment segment;
     int unit, end;
-    int base;          // tile of the segment whose block is lane 0's
-    int blocks, next;  // of the 32 tiles from `base`, one a lane, and of the 32 after them
+    int base;                 // tile of the segment whose block is lane 0's
+    int blocks, next, first;  // of the 32 tiles from `base`, one a lane, of the 32 after them, and
+                              // of the row's first ones, where its next head begins
 
     __device__ bool valid() const { return unit < end; }
     __device__ int tile() const { return unit - segment.start; }
@@ -162,21 +198,22 @@ struct Cursor {
         const int column = column_of(args, tile * kTileTokens);
         return args.block_table[segment.row * args.table_stride + column];
     }
-    __device__ void enter(const DecodeArgs& args, int tile) {
-        base = tile;
+    __device__ Cursor(const DecodeArgs& args, const Piece& piece)
+        : segment(piece.first), unit(piece.warp_begin), end(piece.warp_end), base(tile()) {
         blocks = load_blocks(args, base);
         next = load_blocks(args, base + 32);
-    }
-    __device__ Cursor(const DecodeArgs& args, const Piece& piece)
-        : segment(piece.first), unit(piece.warp_begin), end(piece.warp_end) {
-        enter(args, tile());
+        first = load_blocks(args, 0);
     }
     __device__ void move(const DecodeArgs& args) {
-        if (++unit >= end) return;
-        if (unit == segment.end()) {
+        if (++unit == segment.end()) {
+            unit = segment.after();
+            if (unit >= end) return;
+            const int row = segment.row;
             advance(args, segment);
-            enter(args, 0);
-        } else if (tile() == base + 32) {
+            if (segment.row != row) first = load_blocks(args, 0);
+            base = 0, blocks = first;
+            next = load_blocks(args, 32);
+        } else if (unit < end && tile() == base + 32) {
             base += 32;
             blocks = next;
             next = load_blocks(args, base + 32);

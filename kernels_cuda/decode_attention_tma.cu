@@ -19,25 +19,27 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     static constexpr int kPartBytes = 2 * kTileTokens * 128, kStageBytes = kParts * kPartBytes;
     // As many as the registers allow.
     static constexpr int kWarps = kHeadDim * kColumns <= 64    ? 16
-                                  : kHeadDim * kColumns <= 128 ? 14
-                                  : kHeadDim * kColumns <= 256 ? 10
+                                  : kHeadDim * kColumns <= 128 ? 12
                                                                : 8;
 
     // Whether the registers have room for the next segment's queries.
     static constexpr bool kAhead = kHeadDim * kColumns <= 128;
 
-    unsigned queries[kSteps][kColumns][2], next_queries[kAhead ? kSteps : 1][kColumns][2];
-    const T* next_q;  // of the next segment
+    unsigned queries[kSteps][kColumns][2];
+    uint4 next_queries[kAhead ? kSteps / 2 : 1][kColumns];  // chunk 4 i + t of head g
+    const T* next_q;                                        // of the next segment
     int next_heads;
     unsigned stages, barriers;  // of this warp, in shared memory
     int stage;                  // whose tile comes next
     unsigned parity;            // of that stage's barrier
-    int next_row;               // of the KV: K of the tile to be copied next; -1: no more
+    int free_stage;             // whose tile was taken last
+    int next_row;               // of the KV: K of the tile that it gets; -1: none
     unsigned k_row, v_row;      // the rows whose address this lane gives, in bytes
     unsigned k_chunk, v_chunk;  // and the chunk of the first step, permuted
 
     static constexpr int kCapability = 90;
     static constexpr int kMinStages = 2;
+    static constexpr int kMergeHeads = kHeadDim * kColumns <= 128 ? 4 : 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         const int slot = slot_floats(args.heads, kHeadDim) * 4, all = stages * kStageBytes;
         return slot <= all ? all : (slot + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
@@ -47,7 +49,8 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         : stages(shared_address(memory)),
           barriers(shared_address(warp_barriers)),
           stage(0),
-          parity(0) {
+          parity(0),
+          next_row(-1) {
         const int lane = threadIdx.x % 32;
         // K: matrices of rows 0-7 and 8-15, then the same of the next chunk. V, to be transposed:
         // two chunks of rows 0-7, then the same of rows 8-15.
@@ -74,14 +77,16 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         cursor.move(args);
     }
 
-    __device__ void copy_next(const DecodeArgs& args, int target) const {
-        if (next_row < 0 || threadIdx.x % 32 != 0) return;
+    __device__ void copy_next(const DecodeArgs& args, int target) {
+        const int row = next_row;
+        next_row = -1;
+        if (row < 0 || threadIdx.x % 32 != 0) return;
         const unsigned barrier = barriers + target * 8;
         expect_bytes(barrier, kStageBytes);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             const unsigned at = stages + target * kStageBytes + part * kPartBytes;
-            copy_box(at, args.kv_map, part, next_row, barrier);
+            copy_box(at, args.kv_map, part, row, barrier);
         }
     }
 
@@ -101,34 +106,44 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         const Heads heads = heads_of(args, segment);
         next_heads = heads.count;
         next_q = static_cast<const T*>(args.q) + segment.row * args.q_stride +
-                 int64_t{heads.first} * kHeadDim + 2 * t();
-        if constexpr (kAhead) read_queries(next_queries);
-    }
-
-    __device__ void read_queries(unsigned (&into)[kSteps][kColumns][2]) const {
+                 int64_t{heads.first} * kHeadDim;
+        if constexpr (kAhead) {
 #pragma unroll
-        for (int i = 0; i < kSteps * kColumns * 2; ++i) {
-            const int step = i / kColumns / 2, c = i / 2 % kColumns, half = i % 2;
-            const int head = 8 * c + g();
-            const T* pair = next_q + head * kHeadDim + step * 16 + half * 8;
-            into[step][c][half] = head < next_heads ? *reinterpret_cast<const unsigned*>(pair) : 0u;
+            for (int i = 0; i < kSteps / 2 * kColumns; ++i) {
+                next_queries[i / kColumns][i % kColumns] = read_query(i / kColumns, i % kColumns);
+            }
         }
     }
 
+    __device__ uint4 read_query(int i, int c) const {
+        const int head = 8 * c + g();
+        const T* chunk = next_q + head * kHeadDim + (4 * i + t()) * 8;
+        return head < next_heads ? *reinterpret_cast<const uint4*>(chunk) : uint4{};
+    }
+
+    // Lanes read chunks of 16 bytes, the products take a word of each chunk.
     __device__ void begin(const DecodeArgs&) {
-        if constexpr (kAhead) {
 #pragma unroll
-            for (int i = 0; i < kSteps * kColumns * 2; ++i) {
-                queries[i / kColumns / 2][i / 2 % kColumns][i % 2] =
-                    next_queries[i / kColumns / 2][i / 2 % kColumns][i % 2];
-            }
-        } else {
-            read_queries(queries);
+        for (int i = 0; i < kSteps / 2 * kColumns; ++i) {
+            const int quarter = i / kColumns, c = i % kColumns;
+            const uint4 chunk =
+                kAhead ? next_queries[kAhead ? quarter : 0][c] : read_query(quarter, c);
+            unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+            transpose_words(words);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) queries[2 * quarter + j / 2][c][j % 2] = words[j];
         }
         this->clear();
     }
 
+    // The tile that was taken last has made room, and for the end of its segment as well.
+    __device__ void refill(const DecodeArgs& args) {
+        __syncwarp();  // all lanes have taken it
+        copy_next(args, free_stage);
+    }
+
     __device__ void step(const DecodeArgs& args, int valid, Cursor& cursor) {
+        refill(args);
         const unsigned here = stages + stage * kStageBytes;
         wait_barrier(barriers + stage * 8, parity);
         // Two chains of sums, as each instruction waits for the one before it.
@@ -151,8 +166,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         } else {
             add_values<true>(here, valid, p);
         }
-        __syncwarp();  // all lanes have taken the tile
-        copy_next(args, stage);
+        free_stage = stage;
         if (++stage == args.stages) stage = 0, parity ^= 1;
     }
 
@@ -177,29 +191,54 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         }
     }
 
-    // Two heads of 8 dims are transposed to two dims of 8 heads, so that lanes store words.
-    __device__ void output(const DecodeArgs& args, const Segment& segment) const {
+    // The heads lie side by side: through the free stage, so that lanes store 16 bytes of theirs.
+    // Chunk c of head h lies at c ^ (h % 8), as those of K do.
+    __device__ void output(const DecodeArgs& args, const Segment& segment) {
+        constexpr int kRowBytes = kHeadDim * 2, kChunks = kHeadDim / 8;
         const Heads heads = heads_of(args, segment);
-        T* out = static_cast<T*>(args.out) + segment.row * args.out_stride +
-                 int64_t{heads.first} * kHeadDim + 2 * t();
+        const unsigned scratch = stages + free_stage * kStageBytes;
         float factors[kColumns][2];
         this->for_each_head(8 * kColumns, [&](int, float weight, int c, int column) {
             factors[c][column] = __fdividef(1.0f, weight);
         });
+        __syncwarp();  // all lanes have taken the tile
+        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < kSteps * kColumns * 2; ++i) {
-            const int step = i / kColumns / 2, c = i / 2 % kColumns, half = i % 2;
-            const Pack<T, 2> pair{{from_float<T>(sums[step][c][2 * half] * factors[c][0]),
-                                   from_float<T>(sums[step][c][2 * half + 1] * factors[c][1])}};
-            const unsigned word = transpose(reinterpret_cast<const unsigned&>(pair));
-            const int head = 8 * c + g();
-            if (head >= heads.count) continue;
-            *reinterpret_cast<unsigned*>(out + head * kHeadDim + step * 16 + half * 8) = word;
+        for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+            for (int step = 0; step < kSteps; step += 2) {
+                unsigned words[4];  // of two heads: dims 16 (step + i / 2) + i % 2 * 8 + g
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float (&x)[4] = sums[step + i / 2][c];
+                    const Pack<T, 2> pair = pair_from_floats<T>(x[i % 2 * 2] * factors[c][0],
+                                                                x[i % 2 * 2 + 1] * factors[c][1]);
+                    words[i] = reinterpret_cast<const unsigned&>(pair);
+                }
+                const int head = 8 * c + lane % 8, chunk = 2 * step + lane / 8;
+                store_transposed(scratch + head * kRowBytes + (chunk ^ head % 8) * 16, words);
+            }
+        }
+        __syncwarp();
+        T* out = static_cast<T*>(args.out) + segment.row * args.out_stride +
+                 int64_t{heads.first} * kHeadDim;
+        uint4 chunks[kColumns * kChunks / 4];
+#pragma unroll
+        for (int i = 0; i < kColumns * kChunks / 4; ++i) {
+            const int head = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+            chunks[i] = load_shared(scratch + head * kRowBytes + (chunk ^ head % 8) * 16);
+        }
+        fence_accelerator();
+        refill(args);
+#pragma unroll
+        for (int i = 0; i < kColumns * kChunks / 4; ++i) {
+            if (i * 32 + lane >= heads.count * kChunks) continue;
+            reinterpret_cast<uint4*>(out)[i * 32 + lane] = chunks[i];
         }
     }
 
-    __device__ void finish(const DecodeArgs& args, float* slot) const {
-        __syncwarp();  // the slot may be where the last tile was
+    __device__ void finish(const DecodeArgs& args, float* slot) {
+        refill(args);  // or all lanes have taken the tile where the slot is
         this->for_each_head(args.heads, [&](int head, float weight, int c, int column) {
             this->store_scalars(args, slot, head, weight, c, column);
 #pragma unroll
@@ -256,8 +295,8 @@ bool launch_head_dim(const DecodeArgs& args, int64_t num_ctas, cudaStream_t stre
 }  // namespace
 
 bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
-    const bool fits = args.block_size % kTileTokens == 0 && aligned(4, args.q, args.out) &&
-                      aligned(2, args.q_stride, args.out_stride) && args.head_dim % 64 == 0 &&
+    const bool fits = args.block_size % kTileTokens == 0 && aligned(16, args.q, args.out) &&
+                      aligned(8, args.q_stride, args.out_stride) && args.head_dim % 64 == 0 &&
                       device_limits().capability >= 90;
     if (!fits) return false;
     args.kv_map = map_of(args);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace swiftapex {
 
@@ -36,6 +37,17 @@ template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Pack {
     T value[kWidth];
 };
+
+// Two at once: one instruction where rounding one takes a slow one (bfloat16, from 8.0 on).
+template <class T>
+__device__ inline Pack<T, 2> pair_from_floats(float first, float second) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+        return {{pair.x, pair.y}};
+    } else {
+        return {{from_float<T>(first), from_float<T>(second)}};
+    }
+}
 
 template <class T, int kWidth>
 __device__ inline Pack<T, kWidth> load_pack(const T* address) {

@@ -47,11 +47,36 @@ __device__ inline void load_transposed(unsigned (&a)[4], unsigned shared) {
                  : "memory");
 }
 
+// Four 8x8 matrices of 16-bit elements to shared memory, each transposed: as load_transposed's.
+__device__ inline void store_transposed(unsigned shared, const unsigned (&a)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared),
+        "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+        : "memory");
+#endif
+}
+
 // An 8x8 matrix of 16-bit elements, row g and columns 2t + {0, 1} in each lane, transposed.
 __device__ inline unsigned transpose(unsigned a) {
     unsigned b;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(a));
     return b;
+}
+
+// The 4x4 words of four neighbouring lanes, a row each, transposed.
+__device__ inline void transpose_words(unsigned (&x)[4]) {
+#pragma unroll
+    for (int distance = 2; distance > 0; distance /= 2) {
+        const bool upper = threadIdx.x & distance;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & distance) continue;
+            unsigned &low = x[i], &high = x[i + distance];
+            const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+            low = upper ? other : low, high = upper ? high : other;
+        }
+    }
 }
 
 }  // namespace swiftapex
