@@ -1,9 +1,9 @@
 // Attention to bfloat16 KV with AMX tiles, for 5 to 8 query heads: registers, and the logits. For
 // fewer heads the multiply-adds are faster.
 //
-// 16 tokens x 8 heads x 32 of head_dim per instruction. A is loaded straight from the K plane; B
-// holds the query heads, packed once per piece, as two bfloat16 terms unless the activations are
-// bfloat16 themselves: then q is exact.
+// 16 tokens x 16 columns x 32 of head_dim per instruction. A is loaded straight from the K plane; B
+// holds the query heads, packed once per piece: a column per head and bfloat16 term. Activations
+// in bfloat16 have one term, others two.
 #pragma once
 
 #include <immintrin.h>
@@ -11,21 +11,17 @@
 
 namespace swiftapex::SWIFTAPEX_ISA {
 
-// Shapes of the tile registers. Changing them takes as long as ten tile products, so the logits and
-// the values share them.
-//   0: logits of 16 tokens x 8 heads       3, 4: values of the heads x 16 of head_dim
-//   1: query heads                         5 to 7: weights of the heads x 16 tokens
-//   2: 16 rows of K or V x 32 of head_dim
+// All tile registers have 16 rows of 64 bytes. Changing shapes takes as long as ten tile products,
+// so the logits and the values share them.
+//   logits: 0: of 16 tokens; 1: query heads; 2: 16 rows of K x 32 of head_dim
+//   values: 0, 1: of the heads' terms x 16 of head_dim; 2, 3: 16 rows of V x 32 of head_dim;
+//           4 to 7: weights of the heads' terms x 16 tokens
 struct alignas(64) AttentionTiles {
     uint8_t palette = 1;
     uint8_t start_row = 0;
     uint8_t reserved[14] = {};
-    uint16_t row_bytes[16] = {32, 32, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16};
-
-    explicit AttentionTiles(int heads) {
-        for (int tile = 3; tile < 8; ++tile) rows[tile] = uint8_t(heads);
-    }
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
 // GCC does not know what memory the tile instructions read.
@@ -62,12 +58,11 @@ struct Scores<BFloat16> {
     static constexpr bool kUseTiles = Heads >= 5;
     template <int Heads>
     using Shape = TileShape<Heads, kUseTiles<Heads>>;
-    static constexpr int kQueryRows = 2;  // two terms of 8 heads take less than 2 * 5 rows
+    static constexpr int kQueryRows = 2;  // 16 columns take 8 rows of float32
     static constexpr int kSteps = 4;      // of a prefetch, per 16 tokens and 32 of head_dim
 
-    // Whenever the number of heads changes.
-    static void begin(int heads) {
-        const AttentionTiles tiles(heads);
+    static void begin(int) {
+        const AttentionTiles tiles;
         __asm__ volatile("" : : "r"(&tiles) : "memory");  // GCC takes 8 bytes to be read below
         _tile_loadconfig(&tiles);
     }
@@ -77,27 +72,25 @@ struct Scores<BFloat16> {
         return kUseTiles<Heads> ? scale : 1.0f;
     }
 
-    // rows: [term][padded head_dim / 2][8] pairs of bfloat16; heads beyond Heads are zero.
+    // rows: [padded head_dim / 2][term, head] pairs of bfloat16; unused columns are zero.
     template <int Heads, class A>
     static void pack_queries(const A* q, int head_dim, float* rows) {
-        const int padded = padded_head_dim(head_dim);
-        for (int d = 0; d < padded; d += 32) {
+        for (int d = 0; d < padded_head_dim(head_dim); d += 32) {
             const int n = head_dim - d < 32 ? head_dim - d : 32;
-            __m512i terms[kQueryTerms<A>][8];
-            for (int h = 0; h < 8; ++h) {
-                for (auto& term : terms) term[h] = _mm512_setzero_si512();
+            __m512i terms[2][8];
+            for (auto& term : terms) {
+                for (__m512i& x : term) x = _mm512_setzero_si512();
             }
             for (int h = 0; h < Heads; ++h) {
                 query_terms(q + int64_t(h) * head_dim + d, n, h, terms);
             }
-            for (int term = 0; term < kQueryTerms<A>; ++term) {
-                store_columns(terms[term], rows + (term * padded + d) / 2 * 8);
-            }
+            for (int term = 0; term < 2; ++term)
+                store_columns(terms[term], rows + d * 8 + term * 8);
         }
     }
 
     // 32 elements of head h, zero from n on.
-    static void query_terms(const BFloat16* q, int n, int h, __m512i (&terms)[1][8]) {
+    static void query_terms(const BFloat16* q, int n, int h, __m512i (&terms)[2][8]) {
         terms[0][h] = _mm512_maskz_loadu_epi16(__mmask32((uint64_t{1} << n) - 1), q);
     }
     template <class A>
@@ -114,7 +107,7 @@ struct Scores<BFloat16> {
         }
     }
 
-    // out[i][h] = word i of x[h], for 16 words.
+    // out[i * 16 + h] = word i of x[h], for 16 words.
     static void store_columns(const __m512i (&x)[8], float* out) {
         __m512i low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
         transpose_quarters(low);  // word i of quarter k: word 4 * k + j of x[i] in low[j]
@@ -128,7 +121,8 @@ struct Scores<BFloat16> {
                     k % 2 == 0 ? _mm512_setr_epi64(0, 1, 4, 5, 0, 1, 4, 5)
                                : _mm512_setr_epi64(2, 3, 6, 7, 2, 3, 6, 7),
                     pairs[k / 2]);
-                _mm256_storeu_si256((__m256i*)(out + (4 * k + j) * 8), _mm512_castsi512_si256(row));
+                _mm256_storeu_si256((__m256i*)(out + (4 * k + j) * 16),
+                                    _mm512_castsi512_si256(row));
             }
         }
     }
@@ -167,30 +161,44 @@ struct Scores<BFloat16> {
     template <int Heads, class A>
     static void score_tiles(const BFloat16* k, int head_dim, int tokens, const float* rows,
                             Prefetch ahead, float* scores) {
-        constexpr int kPadded = Shape<Heads>::kPadded, kRowBytes = kPadded * 4;
         alignas(64) BFloat16 copy[16 * 32];
-        const int padded = padded_head_dim(head_dim);
-        for (int token = 0; token < tokens; token += 16) {
-            const BFloat16* first = k + int64_t(token) * head_dim;
-            _tile_zero(0);
-            for (int d = 0; d < head_dim; d += 32) {
-                if (head_dim - d >= 32) {
-                    _tile_loadd(2, first + d, int64_t(head_dim) * 2);
-                } else {
-                    copy_tile(first + d, head_dim, 16, head_dim - d, copy);
-                    tile_fence();
-                    _tile_loadd(2, copy, 64);
-                }
-                ahead.step();
-                for (int term = 0; term < kQueryTerms<A>; ++term) {
-                    _tile_loadd(1, rows + (term * padded + d) / 2 * kPadded, kRowBytes);
+        alignas(64) float products[2][16 * 16];
+        for (int token = 0; token < tokens; token += 32) {  // two products at a time
+            for (int t = token; t < tokens && t < token + 32; t += 16) {
+                const BFloat16* first = k + int64_t(t) * head_dim;
+                _tile_zero(0);
+                for (int d = 0; d < head_dim; d += 32) {
+                    if (head_dim - d >= 32) {
+                        _tile_loadd(2, first + d, int64_t(head_dim) * 2);
+                    } else {
+                        copy_tile(first + d, head_dim, 16, head_dim - d, copy);
+                        tile_fence();
+                        _tile_loadd(2, copy, 64);
+                    }
+                    ahead.step();
+                    _tile_loadd(1, rows + d * 8, 64);
                     ahead.step();
                     _tile_dpbf16ps(0, 2, 1);
                     ahead.step();
+                    ahead.step();
                 }
-                ahead.step();
+                _tile_stored(0, products[(t - token) / 16], 64);
             }
-            _tile_stored(0, scores + token * kPadded, kRowBytes);
+            tile_fence();
+            for (int t = token; t < tokens && t < token + 32; t += 16) {
+                join_terms<A>(products[(t - token) / 16], scores + t * 8);
+            }
+        }
+    }
+
+    // products [16 tokens][term, head] -> scores [16 tokens][head].
+    template <class A>
+    static void join_terms(const float (&products)[256], float* scores) {
+        for (int t = 0; t < 16; t += 2) {
+            const F32 a = load(products + t * 16), b = load(products + t * 16 + 16);
+            F32 sum = _mm512_shuffle_f32x4(a, b, 0x44);
+            if constexpr (kQueryTerms<A> == 2) sum = add(sum, _mm512_shuffle_f32x4(a, b, 0xEE));
+            store(scores + t * 8, sum);
         }
     }
 };

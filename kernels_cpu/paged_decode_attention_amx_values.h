@@ -1,16 +1,17 @@
-// The values of attention to bfloat16 KV with AMX tiles: 8 heads x 16 of head_dim x 16 tokens per
-// instruction. B is loaded straight from the V plane. An instruction multiplies pairs along a row
-// of B with pairs of A and adds them up; pairs (w, 0) give the even elements of head_dim, (0, w)
-// the odd ones, as they lie apart in a vector pair of bfloat16. w is two bfloat16 terms.
+// The values of attention to bfloat16 KV with AMX tiles: two terms of 8 heads x 16 of head_dim x 16
+// tokens per instruction. B is loaded straight from the V plane. An instruction multiplies pairs
+// along a row of B with pairs of A and adds them up; pairs (w, 0) give the even elements of
+// head_dim, (0, w) the odd ones, as they lie apart in a vector pair of bfloat16. w is two bfloat16
+// terms, which have rows of their own.
 #pragma once
 
 #include "kernels_cpu/paged_decode_attention_amx.h"
 
 namespace swiftapex::SWIFTAPEX_ISA {
 
-// [heads][16 tokens] of one term, for the odd elements and for the even ones.
+// [term, head][16 tokens], for the even elements and for the odd ones.
 struct alignas(64) WeightTiles {
-    uint32_t odd[8 * 16], even[8 * 16];
+    uint32_t even[16 * 16], odd[16 * 16];
 };
 
 template <>
@@ -35,8 +36,8 @@ struct Values<BFloat16> {
                     const float* rescale, Prefetch ahead, float* values, int stride) {
         if constexpr (kUseTiles<Heads>) {
             if (tokens >= kMinTokens) {
-                rescale_values<Heads>(rescale, values, stride);
-                return add_tiles(v, head_dim, tokens, weights, ahead, values, stride);
+                return add_tiles<Heads>(v, head_dim, tokens, weights, rescale, ahead, values,
+                                        stride);
             }
         }
         Fma::add<Heads>(v, head_dim, tokens, weights, rescale, ahead, values, stride);
@@ -45,17 +46,6 @@ struct Values<BFloat16> {
     template <int Heads>
     static void finish(float*, int) {}
 
-    // A new maximum is rare once some blocks have been read.
-    template <int Heads>
-    static void rescale_values(const float* rescale, float* values, int stride) {
-        for (int h = 0; h < Heads; ++h) {
-            if (rescale[h] == 1.0f) continue;
-            const F32 factor = set1(rescale[h]);
-            float* row = values + h * stride;
-            for (int d = 0; d < stride; d += kWidth) store(row + d, mul(load(row + d), factor));
-        }
-    }
-
     // To eight bits, ties away from zero.
     static __m512i rounded_term(__m512i x) {
         return _mm512_and_si512(_mm512_add_epi32(x, _mm512_set1_epi32(0x8000)),
@@ -63,8 +53,8 @@ struct Values<BFloat16> {
     }
 
     // weights [32 tokens][8 heads], zero from `tokens` on, where they mean nothing -> tiles
-    // [even tokens | odd ones][term].
-    static void split_weights(float* weights, int tokens, WeightTiles (&tiles)[2][2]) {
+    // [even tokens | odd ones].
+    static void split_weights(float* weights, int tokens, WeightTiles (&tiles)[2]) {
         for (int t = (tokens + 1) / 2 * 2; t < 32; t += 2) store(weights + t * 8, zero());
         for (int parity = 0; parity < 2; ++parity) {
             __m512i low[4], high[4];
@@ -89,63 +79,101 @@ struct Values<BFloat16> {
         }
     }
 
-    static void store_terms(__m512i x, int head, WeightTiles (&tiles)[2]) {
+    static void store_terms(__m512i x, int head, WeightTiles& tiles) {
         const __m512i first = rounded_term(x);
         const F32 rest = sub(_mm512_castsi512_ps(x), _mm512_castsi512_ps(first));
         const __m512i second = rounded_term(_mm512_castps_si512(rest));
-        _mm512_store_si512(tiles[0].odd + head * 16, first);
-        _mm512_store_si512(tiles[0].even + head * 16, _mm512_srli_epi32(first, 16));
-        _mm512_store_si512(tiles[1].odd + head * 16, second);
-        _mm512_store_si512(tiles[1].even + head * 16, _mm512_srli_epi32(second, 16));
+        _mm512_store_si512(tiles.odd + head * 16, first);
+        _mm512_store_si512(tiles.even + head * 16, _mm512_srli_epi32(first, 16));
+        _mm512_store_si512(tiles.odd + (head + 8) * 16, second);
+        _mm512_store_si512(tiles.even + (head + 8) * 16, _mm512_srli_epi32(second, 16));
     }
 
+    // While the products of 32 of head_dim are under way, those of the 32 before are added up.
+    template <int Heads>
     static void add_tiles(const BFloat16* v, int head_dim, int tokens, float* weights,
-                          Prefetch ahead, float* values, int stride) {
-        WeightTiles tiles[2][2];
+                          const float* rescale, Prefetch ahead, float* values, int stride) {
+        static constexpr float kOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+        WeightTiles tiles[2];
         alignas(64) BFloat16 copies[2][16 * 32];
+        Products products[2];
         for (int token = 0; token < tokens; token += 32) {
             const int left = tokens - token < 32 ? tokens - token : 32;
+            const float* factors = token == 0 ? rescale : kOnes;
             split_weights(weights + token * 8, left, tiles);
+            load_weights(tiles);
             for (int d = 0; d < head_dim; d += 32) {
+                Products& now = products[d / 32 % 2];
                 const BFloat16* from = v + int64_t(token) * head_dim + d;
                 if (left == 32 && head_dim - d >= 32) {
-                    add_columns(from, from + head_dim, head_dim * 4, tiles, ahead, values + d,
-                                stride * 4);
-                    continue;
+                    multiply(from, from + head_dim, head_dim * 4, ahead, now);
+                } else {
+                    const int64_t two_rows = int64_t(head_dim) * 2;
+                    copy_tile(from, two_rows, (left + 1) / 2, head_dim - d, copies[0]);
+                    copy_tile(from + head_dim, two_rows, left / 2, head_dim - d, copies[1]);
+                    tile_fence();
+                    multiply(copies[0], copies[1], 64, ahead, now);
                 }
-                const int64_t two_rows = int64_t(head_dim) * 2;
-                copy_tile(from, two_rows, (left + 1) / 2, head_dim - d, copies[0]);
-                copy_tile(from + head_dim, two_rows, left / 2, head_dim - d, copies[1]);
-                add_columns(copies[0], copies[1], 64, tiles, ahead, values + d, stride * 4);
+                if (d > 0) {
+                    add_products<Heads>(products[(d / 32 + 1) % 2], factors, values + d - 32,
+                                        stride);
+                }
             }
+            const int last = (head_dim - 1) / 32;
+            add_products<Heads>(products[last % 2], factors, values + last * 32, stride);
         }
     }
 
-    // 32 of head_dim. even, odd: V of such tokens; strides are in bytes.
-    static void add_columns(const BFloat16* even, const BFloat16* odd, int64_t v_stride,
-                            const WeightTiles (&tiles)[2][2], Prefetch& ahead, float* values,
-                            int64_t stride) {
+    static void load_weights(const WeightTiles (&tiles)[2]) {
         tile_fence();
-        _tile_loadd(3, values, stride);
-        _tile_loadd(4, values + 16, stride);
-        for (int parity = 0; parity < 2; ++parity) {
-            const WeightTiles(&terms)[2] = tiles[parity];
-            _tile_loadd(2, parity == 0 ? even : odd, v_stride);
-            ahead.step();
-            _tile_loadd(5, terms[0].even, 64);
-            _tile_dpbf16ps(3, 5, 2);
-            ahead.step();
-            _tile_loadd(6, terms[0].odd, 64);
-            _tile_dpbf16ps(4, 6, 2);
-            ahead.step();
-            _tile_loadd(7, terms[1].even, 64);
-            _tile_dpbf16ps(3, 7, 2);
-            ahead.step();
-            _tile_loadd(5, terms[1].odd, 64);
-            _tile_dpbf16ps(4, 5, 2);
+        _tile_loadd(4, tiles[0].even, 64);
+        _tile_loadd(5, tiles[0].odd, 64);
+        _tile_loadd(6, tiles[1].even, 64);
+        _tile_loadd(7, tiles[1].odd, 64);
+    }
+
+    // [even | odd elements][term, head][16].
+    struct alignas(64) Products {
+        float even[16 * 16], odd[16 * 16];
+    };
+
+    // 32 of head_dim. even, odd: V of such tokens, v_stride bytes between them.
+    static void multiply(const BFloat16* even, const BFloat16* odd, int64_t v_stride,
+                         Prefetch& ahead, Products& products) {
+        _tile_loadd(2, even, v_stride);
+        ahead.step();
+        _tile_loadd(3, odd, v_stride);
+        ahead.step();
+        _tile_zero(0);
+        _tile_dpbf16ps(0, 4, 2);
+        ahead.step();
+        _tile_zero(1);
+        _tile_dpbf16ps(1, 5, 2);
+        ahead.step();
+        _tile_dpbf16ps(0, 6, 3);
+        ahead.step();
+        _tile_dpbf16ps(1, 7, 3);
+        ahead.step();
+        _tile_stored(0, products.even, 64);
+        ahead.step();
+        _tile_stored(1, products.odd, 64);
+        ahead.step();
+        tile_fence();
+    }
+
+    // values: 32 of head_dim; factors: of what they are so far.
+    template <int Heads>
+    static void add_products(const Products& products, const float* factors, float* values,
+                             int stride) {
+        const auto sum = [](const float* x, int head) {
+            return _mm512_add_ps(load(x + head * 16), load(x + (head + 8) * 16));
+        };
+        for (int h = 0; h < Heads; ++h) {
+            const F32 factor = set1(factors[h]);
+            float* x = values + h * stride;
+            store(x, fma(load(x), factor, sum(products.even, h)));
+            store(x + kWidth, fma(load(x + kWidth), factor, sum(products.odd, h)));
         }
-        _tile_stored(3, values, stride);
-        _tile_stored(4, values + 16, stride);
     }
 };
 
