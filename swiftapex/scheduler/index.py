@@ -155,6 +155,7 @@ class RequestIndex:
         if not (self._touched or self._served):
             return
         groups = self._gpu, self._cpu, self._prefills, self._in_flight
+        self._served.difference_update(self._touched)  # those are filed as they are by now
         filed: dict[_Group, list[Request]] = {group: [] for group in groups}
         group_of, reads = self._group_of, self._reads
         for request_id, request in self._touched.items():

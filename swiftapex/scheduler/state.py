@@ -347,7 +347,7 @@ class SchedulerState:
                 continue  # stays what and where it is
             if row.request_id in in_flight or (request := running(row.request_id)) is None:
                 continue  # see below, or it has ended
-            if row.is_decode:
+            if row.is_decode and request.num_computed > row.start:  # not a cohort left alone
                 served.append(row.request_id)
             else:
                 self._advanced(request)
