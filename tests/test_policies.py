@@ -444,6 +444,19 @@ def test_model_based_overlaps_where_nothing_can_be_hidden_in_a_layer() -> None:
     harness.drain()
 
 
+def test_model_based_goes_on_with_what_is_on_the_cpu_where_more_would_not_pay() -> None:
+    # A prompt takes 13 ms, and so many requests wait that the CPU could hold many more.
+    cost = ConstantCostModel(num_layers=16, linear_row=10, cpu_token=10.0)
+    harness = hybrid("model_based", cost, policy_args={"margin": 0.0})
+    fill(harness, 12, output=60)
+    for _ in range(300):
+        harness.add(20, 10)
+    before = len(harness.plans)
+    for _ in range(30):
+        harness.step()
+    assert {plan.pipeline for plan in harness.plans[before:]} == {"async_overlap"}
+
+
 def test_model_based_sends_nothing_to_a_cpu_that_does_not_pay() -> None:
     # One decode on the CPU takes 2200 µs a layer, where a layer takes the GPU 100.
     slow = ConstantCostModel(num_layers=4, cpu_token=100.0)
