@@ -18,9 +18,8 @@ class Placement(enum.Enum):
     CPU = "cpu"
     STAGING = "staging"
 
-    __hash__ = (
-        object.__hash__
-    )  # a member equals itself alone; the one of Enum takes three times as long
+    # A member equals itself alone; the hash of Enum takes three times as long.
+    __hash__ = object.__hash__
 
     @property
     def side(self) -> Placement:

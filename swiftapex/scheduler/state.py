@@ -385,7 +385,7 @@ class SchedulerState:
         return Lazily(r for r in requests if r.request_id not in planned)
 
     def _advanced(self, request: Request) -> None:
-        """A chunk of it has been launched."""
+        """A chunk of it has been launched, or a pass left its cohort alone."""
         if request.placement is Placement.STAGING and (
             request.is_decoding or request.num_computed == request.num_tokens
         ):
