@@ -73,6 +73,8 @@ class FakeExecutor:
         if len(loads) == 2:
             return asymmetric_us(self.cost, *loads)
         (load,) = loads
+        if plan.pipeline.endswith("LinearStages"):
+            return self.cost.iteration + self.cost.num_layers * self.cost.linear_us(load.rows)
         us = gpu_only_us(self.cost, load)
         us += self.cost.num_layers * (
             self.cost.cpu_attention_us(load.cpu_tokens) + self.cost.hand_off_us(load.cpu_requests)
@@ -108,6 +110,7 @@ def test_the_profiler_finds_what_an_executor_takes(fake: FakeExecutor) -> None:
     assert found.iteration_us(1) == pytest.approx(350, rel=0.01)
     for rows in (1, 5, 40, 200, 256):
         assert found.linear_us(rows) == pytest.approx(true.linear_us(rows), rel=0.02)
+    assert found.linear_us(256) == pytest.approx(true.linear_us(256), rel=0.002), "with attention"
     for tokens, requests in ((1000, 4), (4000, 30)):
         gpu, cpu = (
             found.gpu_attention_us(tokens, requests),

@@ -144,8 +144,9 @@ class Grid:
 class Tables:
     """What a profile holds, in µs; of one layer where nothing else is said.
 
-    A linear stage's time holds what an attention call over one token costs besides; attention is
-    what longer contexts add to that. Without a CPU side its tables are empty.
+    A linear stage's time holds what an attention call over one token costs besides, up to as many
+    rows as there are decodes; attention is what longer contexts add to that. Without a CPU side its
+    tables are empty.
     """
 
     num_layers: int

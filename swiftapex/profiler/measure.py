@@ -3,7 +3,8 @@
 Every figure comes from whole iterations of real pipelines, by difference:
 
     iteration   an iteration of decodes over one token each, less its layers: more rounds of them
-    linear      the same iteration's layers: attention over one token each is counted in here
+    linear      the same iteration's layers: attention over one token each is counted in here; of
+                more rows, which only passes with chunks have, the layers without attention
     attention   what longer contexts, chunks or CPU decodes add to an iteration of as many rows
     hand-off    what an asymmetric iteration takes beyond its two sub-batches' linear stages
 """
@@ -22,6 +23,7 @@ from swiftapex.profiler.probe import Probe, Work, decodes
 
 GPU, CPU = Placement.GPU, Placement.CPU
 _SEVERAL_ROUNDS = "swiftapex.profiler.rounds:Rounds"
+_LINEAR_STAGES = "swiftapex.profiler.rounds:LinearStages"
 _ROUNDS = 4  # of that pipeline
 _SWEEPS = 2
 _LONG_US = 100_000  # iterations from here on are not measured a second time
@@ -144,13 +146,13 @@ class _Measurement:
         return Line(self._points.sampled, tuple(times))
 
     def _measure_linear(self) -> Line:
-        """Iterations that complete one token. One with chunks is launched anew each time, where one
-        of decodes alone may be a graph: a chunk of one token makes the difference."""
+        """Iterations that complete one token. Those with chunks are launched anew each time, where
+        one of decodes alone may be a graph; and attention over one token for each of a thousand
+        rows, which no such iteration has, would be a twentieth of its time."""
         alone = self._points.decode_rows
         times = [self._time("sequential", decodes(GPU, n, n), sampled=1) for n in alone]
         for n in self._points.chunk_rows:
-            batch = [*decodes(GPU, n - 1, n - 1), Work(GPU, 0, 1)]
-            times.append(self._time("sequential", batch, sampled=1))
+            times.append(self._time(_LINEAR_STAGES, decodes(GPU, n, n), sampled=1))
         rest = self._iteration(1)
         layers = [max(0.0, t - rest) / self._layers for t in times]
         return Line((*alone, *self._points.chunk_rows), tuple(layers))

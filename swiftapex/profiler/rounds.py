@@ -1,4 +1,4 @@
-"""A pipeline for the profiler: takes a batch through all layers several times."""
+"""Pipelines for the profiler: a batch through all layers several times, or without attention."""
 
 from __future__ import annotations
 
@@ -21,3 +21,21 @@ class Rounds(Pipeline):
         for _ in range(ROUNDS):
             self.parts.repeated.run(walk, layers)
         return self.parts.complete(walk.results())
+
+
+class LinearStages(Pipeline):
+    """The layers without attention: what lies where its outputs would does not change their time.
+    Rows of decodes would add an attention call over as many contexts, chunks one over their own
+    tokens; a pass of some hundred rows has neither."""
+
+    def step(self, plan: StepPlan) -> StepResult:
+        (sub_batch,) = plan.sub_batches
+        batch, stages = self.parts.bind(sub_batch), self.parts.stages(0)
+        x = stages.embed(batch.token_ids)
+        o = None
+        for layer in range(self.parts.num_layers):
+            qkv = stages.pre_attn(layer, x, batch.rotation)
+            if o is None:
+                o = qkv[:, : stages.config.num_q_heads].flatten(1)
+            x = stages.post_attn(layer, o, x)
+        return self.parts.complete([(batch, x)])
