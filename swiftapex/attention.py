@@ -13,6 +13,7 @@ from swiftapex.core.ops import AttentionBatch, AttentionShape, Backend
 from swiftapex.core.request import Placement
 from swiftapex.kv.staging import StagedPrefill
 from swiftapex.kv.store import KVStore
+from swiftapex.sending import send
 
 
 class Ticket(Protocol):
@@ -68,6 +69,8 @@ class BoundBatch:
             block_table=self.cpu.block_table[index],
             context_lens=self.cpu.context_lens[index],
         )
+        device = self.token_ids.device
+        index = send(rows, device, torch.int64)
         return replace(
             self,
             request_ids=tuple(self.request_ids[i] for i in rows),
@@ -77,7 +80,7 @@ class BoundBatch:
             slots=None,
             completing=tuple(self.completing[i] for i in rows),
             token_indices=tuple(self.token_indices[i] for i in rows),
-            last_rows=torch.arange(len(rows)),
+            last_rows=torch.arange(len(rows), device=device),
         )
 
 

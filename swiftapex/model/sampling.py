@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftapex.core.request import SamplingParams
+from swiftapex.sending import send
 
 # `Ops.argmax`: [n, vocab] -> first index of each row's largest logit; whether that is not finite.
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -42,7 +43,7 @@ def sample(
     random_rows = [i for i, p in enumerate(params) if p.temperature > 0]
     for begin in range(0, len(random_rows), _ROWS_AT_ONCE):
         rows = random_rows[begin : begin + _ROWS_AT_ONCE]
-        index = torch.tensor(rows, device=logits.device)
+        index = send(rows, logits.device)
         numbers = [uniform(params[i].seed, token_indices[i]) for i in rows]
         token_ids[index] = _draw(logits[index], [params[i] for i in rows], numbers)
     return Sampled(token_ids.masked_fill_(invalid, 0), invalid)
@@ -70,7 +71,7 @@ def _draw(logits: Tensor, params: list[SamplingParams], numbers: list[float]) ->
     weights = (scaled / _column([p.temperature for p in params], logits)).exp()
     cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if cut:  # sorting is slow, so only the rows that need it
-        index = torch.tensor(cut, device=logits.device)
+        index = send(cut, logits.device)
         weights[index] = _cut(logits[index], weights[index], [params[i] for i in cut])
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -96,4 +97,4 @@ def _cut(logits: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tenso
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[k, 1] float64 on the device of `like`."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+    return send(values, like.device, torch.float64)[:, None]

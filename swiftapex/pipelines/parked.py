@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from swiftapex.attention import Attention, BoundBatch, Ticket
 from swiftapex.pipelines.readiness import LaunchAhead, Readiness
+from swiftapex.sending import send
 
 
 @dataclass(slots=True)
@@ -92,7 +94,8 @@ class ParkedCohorts:
             return cohort, output
         self._dropped -= gone
         keep = [i for i, r in enumerate(cohort.batch.request_ids) if r not in gone]
+        index = send(keep, output.device, torch.int64)
         kept = ParkedCohort(
-            cohort.batch.select(keep), cohort.layer, cohort.residual[keep], cohort.ticket
+            cohort.batch.select(keep), cohort.layer, cohort.residual[index], cohort.ticket
         )
-        return kept, output[keep]
+        return kept, output[index]

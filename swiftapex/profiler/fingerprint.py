@@ -22,7 +22,10 @@ from swiftapex.profiler.measure import Points
 FORMAT = 1  # of the tables; another number makes all older profiles strangers
 _NATIVE = ("swiftapex._kernels_cpu", "swiftapex._kernels_cuda")
 # The Python code that a pass runs through: what it launches, and how, is part of what is measured.
-_CODE = ("attention.py", "backends", "costs", "kv", "model", "pipelines", "profiler", "worker")
+_CODE = (
+    *("attention.py", "sending.py"),
+    *("backends", "costs", "kv", "model", "pipelines", "profiler", "worker"),
+)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

@@ -61,7 +61,9 @@ class RequestTable:
             self._grow()
         slot = self._free.pop()
         # Read if recomputing ends one token short of the newest: then the next step is a decode.
-        self.last_tokens[slot] = admission.last_token
+        # Filled: to assign a number is a copy from memory that is not pinned, which waits for all
+        # that was launched.
+        self.last_tokens[slot].fill_(admission.last_token)
         self._entries[admission.request_id] = RequestEntry(
             slot, admission.prompt_len, admission.sampling
         )

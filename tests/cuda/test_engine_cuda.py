@@ -11,6 +11,8 @@ import torch
 
 from swiftapex import LLM, SamplingParams
 from swiftapex.core.errors import ConfigError
+from swiftapex.core.request import Request
+from swiftapex.engine.engine import Engine
 from tests.cuda import gpu as _skips_without_one  # noqa: F401
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 
@@ -49,6 +51,42 @@ def test_kv_that_cannot_be_pinned_gives_the_same_tokens(name: str) -> None:
             policy, args = strategy(name, seed)
             run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
     assert tally.cpu_tokens > 0 and not tally.forgiven
+
+
+@pytest.fixture
+def no_iteration_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in which the launching thread waits for all that was launched is an error."""
+    iterate = Engine._iterate
+
+    def checked(self: Engine) -> list[Request]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return iterate(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Engine, "_iterate", checked)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.usefixtures("no_iteration_waits")
+def test_launching_waits_for_nothing(name: str) -> None:
+    """Admissions, chunks, moves, preemptions and cohorts that lose an aborted request included."""
+    tally = Tally()
+    for seed in range(6):
+        policy, args = strategy(name, seed)
+        run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
+    assert tally.tokens > 100
+
+
+@pytest.mark.usefixtures("no_iteration_waits")
+def test_sampling_waits_for_nothing() -> None:
+    llm = engine()
+    params = [SamplingParams(max_tokens=9, temperature=0.8, top_k=k, top_p=0.9) for k in (0, 5)]
+    outs = llm.generate([[5 + i] * 20 for i in range(12)], params * 6)
+    assert all(out.token_ids for out in outs)
+    llm.close()
 
 
 def engine(**overrides: object) -> LLM:
