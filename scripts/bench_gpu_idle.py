@@ -14,7 +14,9 @@ timed, then as many again under CUPTI (torch.profiler). Prints a line of JSON pe
   to come near), and `launch_us_per_pass` of it to launch a pass. A full launch queue counts;
 - `cpu`: the share of time in which the attention threads are in the kernel, KV bytes that they read
   per second (the contexts of the calls handed to them), and that over the rate at which as many
-  threads on the same CPUs read the same memory in a plain sum while nothing else runs.
+  threads on the same CPUs read the same memory in a plain sum while nothing else runs: the mean of
+  a reading just before those passes and one just after them, both given, since on a machine that is
+  shared it changes within seconds.
 
 `--table` prints launches and host time as a markdown table behind that. With `--device cpu` there
 is no timeline and no launch: that is for trying the script out.
@@ -46,6 +48,7 @@ from swiftapex.policies import make_policy
 STRATEGIES = ["gpu_only", "fixed:asymmetric", "fixed:async_overlap"]
 READ_BYTES = 2 << 30  # of one reading of the CPU's KV
 READINGS = 5
+SETTLE = 10  # passes after a reading, for which the CPU side was interrupted
 
 
 class Watch:
@@ -108,7 +111,7 @@ def add_requests(engine: Engine, strategy: str, args: argparse.Namespace) -> Non
     if make_policy(*parsed(strategy)).uses_cpu:
         Run(engine, workload).fill(args.requests)
         return
-    steps = args.warmup + 2 * args.passes + 2
+    steps = args.warmup + 2 * (args.passes + SETTLE) + 2
     block = args.block_size
     rows = engine.stats().gpu_blocks_total // -(-(mean_input + steps) // block)
     if rows == 0:
@@ -161,14 +164,17 @@ def measure(engine: Engine, strategy: str, args: argparse.Namespace) -> dict[str
     if on_gpu:
         start_cupti()
     add_requests(engine, strategy, args)
-    rate = read_rate(engine, args)
     run_passes(engine, args.warmup)
+    rates = [read_rate(engine, args)]
+    run_passes(engine, SETTLE)
     engine.iterations.clear()
     n, layers, watch = args.passes, engine.model_config.num_layers, Watch(engine)
     busy = engine.busy().cpu_s
     with watch.on():
         seconds, step_s = run_passes(engine, n)
     busy_end = engine.busy().cpu_s
+    rates.append(read_rate(engine, args))
+    run_passes(engine, SETTLE)
     host_us = 1e6 * (step_s - watch.wait_s) / n
     gpu = profiled_s = None
     if on_gpu:
@@ -178,13 +184,14 @@ def measure(engine: Engine, strategy: str, args: argparse.Namespace) -> dict[str
         kernel_s = gpu["kernel_ms_per_pass"] * n / 1e3
         gpu["idle_share_unprofiled"] = round(1 - kernel_s / seconds, 4)
     cpu = None
-    if rate is not None and busy is not None and busy_end is not None:
+    known = [rate for rate in rates if rate is not None]
+    if known and busy is not None and busy_end is not None:
         read = watch.kv_bytes / seconds / 1e9
         cpu = {
             "threads_in_kernel": round((busy_end - busy) / seconds, 4),
             "kv_gb_per_s": round(read, 2),
-            "read_gb_per_s": round(rate, 2),
-            "share_of_read_rate": round(read / rate, 4),
+            "read_gb_per_s": [round(rate, 2) for rate in known],
+            "share_of_read_rate": round(read / statistics.mean(known), 4),
         }
     return {
         "strategy": strategy,
