@@ -281,6 +281,23 @@ def test_outliers_and_iterations_without_prediction_teach_nothing() -> None:
     assert set(cost.factors.values()) == {1.0}
 
 
+def test_a_cpu_that_was_too_slow_is_tried_again() -> None:
+    """As long as nothing is attended there, its factor falls; one slow start is not all it takes
+    to bring it up."""
+    cost = CorrectedCostModel(ConstantCostModel())
+    both, gpu_only = plan_of(cost, 1, 30), plan_of(cost, 4, 0)
+    assert both.predicted_us is not None and gpu_only.predicted_us is not None
+    cost.observe(both, 2.9 * both.predicted_us)
+    assert 1 < cost.factors[CPU_ATTENTION] < 1.05
+    for _ in range(8):
+        cost.observe(both, 1.5 * both.predicted_us)
+    high = cost.factors[CPU_ATTENTION]
+    assert high > 1.3
+    for _ in range(230):
+        cost.observe(gpu_only, gpu_only.predicted_us)
+    assert cost.factors[CPU_ATTENTION] == pytest.approx(high**0.5, rel=0.01)
+
+
 def test_stage_times_are_those_on_the_critical_path() -> None:
     cost = ConstantCostModel(num_layers=2, linear_fixed=100, gpu_token=0.1, cpu_token=1.0)
     shown = stage_times(cost, plan_of(cost, 4, 3))  # T_ca1 300 hides T_l0; T_l1 + T_ga0 = 140

@@ -173,7 +173,9 @@ def test_a_run_on_the_cpu_has_all_but_the_gpus_numbers() -> None:
     assert results["gpu_only"]["cpu"] is None
     for name in ("fixed:asymmetric", "fixed:async_overlap"):
         cpu = results[name]["cpu"]
-        assert min(cpu["read_gb_per_s"]) > cpu["kv_gb_per_s"] > 0 and 0 < cpu["threads_in_kernel"] < 1
+        assert (
+            min(cpu["read_gb_per_s"]) > cpu["kv_gb_per_s"] > 0 and 0 < cpu["threads_in_kernel"] < 1
+        )
 
 
 def test_what_cannot_be_measured_is_refused_in_words() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swiftapex.core.plan import StepPlan
+from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -22,6 +23,8 @@ _GOOD_ENOUGH = 0.01  # relative error from which on there is something to correc
 _GOOD_ENOUGH_TWO = 0.03  # of two sub-batches, which wait for one another
 _CLOSE = 0.8  # from this share of the GPU's time on, the CPU's may have been what took longer
 _RELAX = 0.01  # share of the CPU's factor (its logarithm) that is forgotten where nothing overran
+_FORGET = 0.003  # and in an iteration that says nothing of it
+_STEP = 1.5  # a single iteration's ratio counts as no more than this
 _OUTLIER = 3.0  # an iteration that took so many times longer or shorter says nothing
 
 
@@ -36,7 +39,9 @@ class CorrectedCostModel:
     than predicted would, put down to the GPU's work, let still more CPU decodes be hidden behind
     it, and so on to the bound. So it is put down to the CPU, whose rate varies with what else reads
     the host's memory: as long as it should have taken at least 0.8 of the GPU's time by `base`, and
-    where nothing overran that factor falls back towards 1, so that it cannot stay too high.
+    where nothing overran that factor falls back towards 1, so that it cannot stay too high. While
+    there are no such iterations it does so too, by half in some 230 of others, since a policy that
+    finds the CPU too slow to be used would not see that it is faster again.
     """
 
     def __init__(self, base: CostModel, gain: float = _GAIN, bound: float = _BOUND) -> None:
@@ -80,14 +85,21 @@ class CorrectedCostModel:
         good_enough = _GOOD_ENOUGH_TWO if two else _GOOD_ENOUGH
         if two and ratio >= 1 + good_enough:
             close = min(1.0, _CLOSE * self.factors[CPU_ATTENTION])
-        elif two and self.factors[CPU_ATTENTION] > 1:
-            self.factors[CPU_ATTENTION] **= 1 - _RELAX
+        elif self.factors[CPU_ATTENTION] > 1 and (two or not _cpu_decodes(plan)):
+            self.factors[CPU_ATTENTION] **= 1 - (_RELAX if two else _FORGET)
         if abs(ratio - 1) < good_enough or not 1 / _OUTLIER < ratio < _OUTLIER:
             return
+        ratio = min(max(ratio, 1 / _STEP), _STEP)
         for stage, us in stage_times(self, plan, close).items():
             share = min(1.0, us / predicted)
             factor = self.factors[stage] * ratio ** (self._gain * share)
             self.factors[stage] = min(max(factor, 1 / self._bound), self._bound)
+
+
+def _cpu_decodes(plan: StepPlan) -> bool:
+    """They are the last rows of a sub-batch."""
+    last = [batch.rows[-1] for batch in plan.sub_batches if batch.rows]
+    return any(row.placement is Placement.CPU for row in last)
 
 
 def stage_times(cost: CostModel, plan: StepPlan, close: float = 1.0) -> Mapping[str, float]:
