@@ -334,7 +334,8 @@ class SchedulerState:
 
     def settle(self, plan: StepPlan, in_flight: frozenset[int]) -> None:
         """Books what an executed plan has ended: moves, cohorts, prefills through the staging area.
-        The tokens that were computed are booked before, those that were sampled after it."""
+        The tokens that were computed (`num_computed`, of decodes too) are booked before, those that
+        were sampled after it."""
         self.cohorts.settle(in_flight)
         running = self.queue.running_request
         for move in plan.moves:
