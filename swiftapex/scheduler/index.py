@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import islice, repeat
 from operator import attrgetter
@@ -13,6 +13,7 @@ from swiftapex.core.request import Placement, Request
 
 _age = attrgetter("request_id")
 _turn = attrgetter("last_served", "request_id")
+_last_served = attrgetter("last_served")
 _AT_ONCE = 16  # requests that are looked at together, where the first few may do
 
 
@@ -25,17 +26,21 @@ class _Group:
         self._sorted = True
 
     def add(self, requests: list[Request]) -> None:
+        requests.sort(key=self._key)
+        self.append(requests)
+
+    def append(self, requests: list[Request]) -> None:
+        """Adds requests that are in order among themselves."""
         key, members = self._key, self.members
-        requests.sort(key=key)
         if members and self._sorted:
             self._sorted = key(next(reversed(members.values()))) < key(requests[0])
-        members.update((request.request_id, request) for request in requests)
+        members.update(zip(map(_age, requests), requests, strict=True))
 
-    def ordered(self) -> Iterable[Request]:
+    def ordered(self) -> Mapping[int, Request]:
         if not self._sorted:
             self.members = {r.request_id: r for r in sorted(self.members.values(), key=self._key)}
             self._sorted = True
-        return self.members.values()
+        return self.members
 
 
 class Lazily:
@@ -64,8 +69,8 @@ class Lazily:
 
 
 class RequestIndex:
-    """Every running request in one of four groups: GPU decodes and prefills (oldest first), CPU
-    decodes at a token boundary (least recently served first), and what is in flight.
+    """Every running request in one of four groups, by its id: GPU decodes and prefills (oldest
+    first), CPU decodes at a token boundary (least recently served first), and what is in flight.
 
     Whoever changes a request calls `touch`; it is filed anew at the next question, with all others
     that were, since a token may be booked in between. A GPU decode that stays where it is needs no
@@ -112,12 +117,12 @@ class RequestIndex:
             del group.members[request.request_id]
 
     @property
-    def gpu_decodes(self) -> Iterable[Request]:
+    def gpu_decodes(self) -> Mapping[int, Request]:
         self._file()
         return self._gpu.ordered()
 
     @property
-    def cpu_decodes(self) -> Iterable[Request]:
+    def cpu_decodes(self) -> Mapping[int, Request]:
         """At a token boundary."""
         self._file()
         return self._cpu.ordered()
@@ -141,7 +146,7 @@ class RequestIndex:
         return self._cpu_tokens
 
     @property
-    def prefills(self) -> Iterable[Request]:
+    def prefills(self) -> Mapping[int, Request]:
         self._file()
         return self._prefills.ordered()
 
@@ -169,27 +174,34 @@ class RequestIndex:
                 self._cpu_tokens += tokens - reads[request_id]
                 reads[request_id] = tokens
         self._touched.clear()
-        filed[self._cpu] += self._take_served()
+        self._note_ages({request.request_id for request in filed[self._cpu]} | self._served)
+        served = self._take_served()
+        if filed[self._cpu]:
+            filed[self._cpu] += served
+        elif served:
+            self._cpu.append(served)
         for group, requests in filed.items():
             if requests:
                 group.add(requests)
-        self._note_ages(filed[self._cpu])
 
     def _take_served(self) -> list[Request]:
-        """What `serve` was told of, out of its groups, oldest first."""
-        ids = sorted(self._served)
-        self._served.clear()
-        idle, in_flight = self._cpu.members, self._in_flight.members
-        requests = [idle.pop(i) if i in idle else in_flight.pop(i) for i in ids]
-        self._group_of.update(zip(ids, repeat(self._cpu)))
-        self._reads.update(ids)  # each reads one token more
-        self._cpu_tokens += len(ids)
+        """What `serve` was told of, out of its groups, in the order of their turns."""
+        served, idle = self._served, self._cpu.members
+        returned = served - idle.keys()
+        requests = [*map(idle.pop, served - returned)]
+        requests += map(self._in_flight.members.pop, returned)
+        self._group_of.update(zip(returned, repeat(self._cpu)))
+        self._reads.update(served)  # each reads one token more
+        self._cpu_tokens += len(served)
+        served.clear()
+        requests.sort(key=_age)
+        requests.sort(key=_last_served)  # keeps the older ones of a turn before the younger
         return requests
 
-    def _note_ages(self, requests: list[Request]) -> None:
-        known = self._in_ages
-        for request_id in [i for i in map(_age, requests) if i not in known]:
-            known.add(request_id)
+    def _note_ages(self, request_ids: set[int]) -> None:
+        new = request_ids - self._in_ages
+        self._in_ages |= new
+        for request_id in new:
             heappush(self._ages, request_id)
 
     def _group(self, request: Request) -> _Group:

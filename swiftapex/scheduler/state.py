@@ -78,7 +78,7 @@ class SchedulerState:
     @property
     def idle_on_cpu(self) -> Iterable[Request]:
         """CPU decodes that are not in flight; they may have a row in this plan."""
-        return self._index.cpu_decodes
+        return self._index.cpu_decodes.values()
 
     def prefilling(self) -> list[Request]:
         """Free running requests with tokens still to prefill, oldest first."""
@@ -189,13 +189,13 @@ class SchedulerState:
         count, iteration = len(requests), self.iteration
         ids = [request.request_id for request in requests]
         starts = [request.num_computed for request in requests]
-        full = map(ge, starts, self.blocks.rooms_of(ids))  # which need a block
-        for index in compress(range(count), full):
-            if not self.has_block(requests[index]):
-                count = index
-                del requests[count:], ids[count:], starts[count:]
-                break
-            self._note_blocks(requests[index], self.blocks.append(ids[index], starts[index] + 1))
+        full = list(compress(range(count), map(ge, starts, self.blocks.rooms_of(ids))))
+        gained = self.blocks.append_one([ids[index] for index in full])
+        for index, block in zip(full, gained, strict=False):
+            self._note_blocks(requests[index], (block,))
+        if len(gained) < len(full):
+            count = full[len(gained)]
+            del requests[count:], ids[count:], starts[count:]
         if requests:
             for request in requests:
                 request.last_served = iteration
@@ -379,11 +379,11 @@ class SchedulerState:
         on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
         assert self.cpu_tokens == sum(on_cpu)
 
-    def _unplanned(self, requests: Iterable[Request]) -> Lazily:
+    def _unplanned(self, requests: Mapping[int, Request]) -> Lazily:
         planned = self._planned
-        if not planned:
-            return Lazily(requests)
-        return Lazily(r for r in requests if r.request_id not in planned)
+        if requests.keys().isdisjoint(planned):
+            return Lazily(requests.values())
+        return Lazily(request for i, request in requests.items() if i not in planned)
 
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""
