@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from swiftapex.core.plan import Row, SubBatch, row_order
@@ -23,6 +23,14 @@ class Limits:
     max_tokens_in_batch: int
     staging_blocks: int = 0
     max_skipped: int = 64
+
+    def less(self, rows: int) -> Limits:
+        """With room for `rows` rows of one token less."""
+        return replace(
+            self,
+            max_batch_size=self.max_batch_size - rows,
+            max_tokens_in_batch=self.max_tokens_in_batch - rows,
+        )
 
 
 class BatchDraft:

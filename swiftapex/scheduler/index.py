@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import islice, repeat
+from itertools import filterfalse, islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -18,12 +18,11 @@ _AT_ONCE = 16  # requests that are looked at together, where the first few may d
 
 
 class _Group:
-    """Requests in the order of `key`. Those that come last go to the end; others make it sort."""
+    """Requests by their id, in the order of `key`. Most that come go to the end."""
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self.members: dict[int, Request] = {}
         self._key = key
-        self._sorted = True
 
     def add(self, requests: list[Request]) -> None:
         requests.sort(key=self._key)
@@ -32,15 +31,12 @@ class _Group:
     def append(self, requests: list[Request]) -> None:
         """Adds requests that are in order among themselves."""
         key, members = self._key, self.members
-        if members and self._sorted:
-            self._sorted = key(next(reversed(members.values()))) < key(requests[0])
+        first, behind = key(requests[0]), []
+        while members and key(next(reversed(members.values()))) > first:
+            behind.append(members.popitem()[1])
+        if behind:
+            requests = sorted(behind + requests, key=key)
         members.update(zip(map(_age, requests), requests, strict=True))
-
-    def ordered(self) -> Mapping[int, Request]:
-        if not self._sorted:
-            self.members = {r.request_id: r for r in sorted(self.members.values(), key=self._key)}
-            self._sorted = True
-        return self.members
 
 
 class Lazily:
@@ -117,15 +113,15 @@ class RequestIndex:
             del group.members[request.request_id]
 
     @property
-    def gpu_decodes(self) -> Mapping[int, Request]:
+    def gpu_decodes(self) -> dict[int, Request]:
         self._file()
-        return self._gpu.ordered()
+        return self._gpu.members
 
     @property
-    def cpu_decodes(self) -> Mapping[int, Request]:
+    def cpu_decodes(self) -> dict[int, Request]:
         """At a token boundary."""
         self._file()
-        return self._cpu.ordered()
+        return self._cpu.members
 
     def cpu_decodes_by_age(self) -> Iterator[Request]:
         """At a token boundary, oldest first. To be read before anything changes."""
@@ -146,9 +142,9 @@ class RequestIndex:
         return self._cpu_tokens
 
     @property
-    def prefills(self) -> Mapping[int, Request]:
+    def prefills(self) -> dict[int, Request]:
         self._file()
-        return self._prefills.ordered()
+        return self._prefills.members
 
     def counts(self) -> tuple[int, int, int]:
         """GPU decodes, CPU decodes at a token boundary, requests in flight."""
@@ -159,35 +155,33 @@ class RequestIndex:
     def _file(self) -> None:
         if not (self._touched or self._served):
             return
-        groups = self._gpu, self._cpu, self._prefills, self._in_flight
-        self._served.difference_update(self._touched)  # those are filed as they are by now
-        filed: dict[_Group, list[Request]] = {group: [] for group in groups}
+        filed: dict[_Group, list[Request]] = {}
         group_of, reads = self._group_of, self._reads
         for request_id, request in self._touched.items():
             if (old := group_of.get(request_id)) is not None:
                 del old.members[request_id]
             group = self._group(request)
             group_of[request_id] = group
-            filed[group].append(request)
+            filed.setdefault(group, []).append(request)
             if group is not self._in_flight:  # what leaves for a pass reads what it did
                 tokens = 0 if request.placement is Placement.GPU else request.num_tokens
                 self._cpu_tokens += tokens - reads[request_id]
                 reads[request_id] = tokens
+        self._served.difference_update(self._touched)  # those were filed as they are by now
         self._touched.clear()
-        self._note_ages({request.request_id for request in filed[self._cpu]} | self._served)
-        served = self._take_served()
-        if filed[self._cpu]:
-            filed[self._cpu] += served
-        elif served:
-            self._cpu.append(served)
+        on_cpu = filed.pop(self._cpu, [])
+        self._note_ages({request.request_id for request in on_cpu} | self._served)
+        if on_cpu:
+            self._cpu.add(on_cpu + self._take_served())
+        elif self._served:
+            self._cpu.append(self._take_served())
         for group, requests in filed.items():
-            if requests:
-                group.add(requests)
+            group.add(requests)
 
     def _take_served(self) -> list[Request]:
         """What `serve` was told of, out of its groups, in the order of their turns."""
         served, idle = self._served, self._cpu.members
-        returned = served - idle.keys()
+        returned = set(filterfalse(idle.__contains__, served))
         requests = [*map(idle.pop, served - returned)]
         requests += map(self._in_flight.members.pop, returned)
         self._group_of.update(zip(returned, repeat(self._cpu)))

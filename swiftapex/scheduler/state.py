@@ -8,7 +8,7 @@ in, and in what order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress, takewhile
+from itertools import compress, islice, takewhile
 from operator import ge
 
 from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, decode_rows
@@ -79,6 +79,12 @@ class SchedulerState:
     def idle_on_cpu(self) -> Iterable[Request]:
         """CPU decodes that are not in flight; they may have a row in this plan."""
         return self._index.cpu_decodes.values()
+
+    def newest_on_gpu(self) -> Request:
+        """The newest free request whose blocks are on the GPU. There has to be one."""
+        groups = self._index.gpu_decodes, self._index.prefills
+        on_gpu = (r for group in groups for r in self._newest_free(group))
+        return max(on_gpu, key=lambda r: r.request_id)
 
     def prefilling(self) -> list[Request]:
         """Free running requests with tokens still to prefill, oldest first."""
@@ -379,11 +385,17 @@ class SchedulerState:
         on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
         assert self.cpu_tokens == sum(on_cpu)
 
-    def _unplanned(self, requests: Mapping[int, Request]) -> Lazily:
+    def _unplanned(self, requests: dict[int, Request]) -> Lazily:
         planned = self._planned
         if requests.keys().isdisjoint(planned):
             return Lazily(requests.values())
         return Lazily(request for i, request in requests.items() if i not in planned)
+
+    def _newest_free(self, oldest_first: dict[int, Request]) -> Iterator[Request]:
+        """The newest of them that is free and on the GPU, if any."""
+        newest_first = reversed(oldest_first.values())
+        found = (r for r in newest_first if r.placement is Placement.GPU and self.is_free(r))
+        return islice(found, 1)
 
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""
