@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import filterfalse, islice, repeat
+from itertools import chain, filterfalse, islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -53,10 +53,14 @@ class Lazily:
         return self._seen[index]
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._seen
+        return chain.from_iterable(self.groups())
+
+    def groups(self) -> Iterator[list[Request]]:
+        """All in order, a few at a time."""
+        yield self._seen
         while some := list(islice(self._more, _AT_ONCE)):
             self._seen += some
-            yield from some
+            yield some
 
     def first(self, count: int) -> list[Request]:
         """At most `count`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -175,11 +175,6 @@ class _Halves:
         return self._cost.linear_us(self._rows[half]) + self._cost.hand_off_us(self._counts[half])
 
 
-def _decode_reads(request: Request) -> int:
-    """Tokens of KV that the next decode reads: `num_tokens`, in a fraction of its time."""
-    return request.num_computed + 1
-
-
 def split_for(
     state: SchedulerState,
     cost: CostModel,
@@ -190,10 +185,10 @@ def split_for(
     wanted: int = 0,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
-    contexts = map(_decode_reads, requests)
-    return choose_split(
-        cost, first.load, contexts, (first.row_room, second.row_room), forced, wanted
-    )
+    # A decode reads `num_tokens` tokens of KV, which takes longer to ask for.
+    contexts = ([request.num_computed + 1 for request in some] for some in requests.groups())
+    rooms = (first.row_room, second.row_room)
+    return choose_split(cost, first.load, chain.from_iterable(contexts), rooms, forced, wanted)
 
 
 def add_split(
