@@ -77,20 +77,17 @@ def choose_split(
         index += len(group)
         size = halves.group_size()
         group = list(islice(contexts, size)) if size > 1 else []
+    rest = chain(group, contexts)
+    ahead = list(islice(rest, _LOOK_ON))
     left_out = float("inf")  # tokens of the shortest one that did not fit
-    last = index + _LOOK_ON  # the search ends there, unless one before it is taken
-    for tokens in chain(group, contexts):
-        if index >= last:
-            break
-        index += 1
-        if tokens >= left_out:
-            continue
-        if not halves.take(index - 1, 1, tokens):
-            left_out = tokens
-            continue
-        last = index + _LOOK_ON
-        if halves.are_full:
-            break
+    while ahead and (shortest := min(ahead)) < left_out and halves.fits(shortest):
+        for passed, tokens in enumerate(ahead, start=1):  # one is taken, at the latest the shortest
+            if tokens < left_out:
+                if halves.take(index + passed - 1, 1, tokens):
+                    break
+                left_out = tokens
+        index += passed
+        ahead = ahead[passed:] + list(islice(rest, passed))
     return halves.split()
 
 
@@ -111,10 +108,6 @@ class _Halves:
         # T_l1 + T_ga0 hides what the CPU does for the first half, T_l0 what for the second.
         self._beside = [self._linear_us(1) + self._gpu_attention, self._linear_us(0)]
 
-    @property
-    def are_full(self) -> bool:
-        return max(self._rooms) <= 0
-
     def group_size(self) -> int:
         """How many candidates may be tried together, after the first one: half of those that, as
         long as the ones so far, the CPU has time for beside one half."""
@@ -122,6 +115,16 @@ class _Halves:
         us = self._cost.cpu_attention_us(_SAMPLE * reads // self.count, _SAMPLE) / _SAMPLE
         spare = max(b - a for b, a in zip(self._beside, self._attention, strict=True))
         return max(1, min(int(spare / us) if us > 0 else _SAMPLE, max(self._rooms)) // 2)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether `take` would put a candidate of so many tokens somewhere."""
+        for half in (0, 1):
+            if self._rooms[half] <= 0:
+                continue
+            us = self._cost.cpu_attention_us(self._tokens[half] + tokens, self._counts[half] + 1)
+            if self._beside[half] - us >= 0:
+                return True
+        return False
 
     def take(self, first: int, count: int, tokens: int, must: bool = False) -> bool:
         """Puts `count` candidates from `first` on, which read `tokens` tokens together, where the
