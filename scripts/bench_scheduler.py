@@ -175,11 +175,11 @@ class Bench:
             self.parked.append((self.passes + self.rng.randint(16, 33), ids))
         done += [i for last, ids in self.parked if last <= self.passes for i in ids]
         self.parked = [(last, ids) for last, ids in self.parked if last > self.passes]
+        for request in map(self.requests.__getitem__, done):
+            request.num_computed += request.is_decoding
         return done
 
     def _token(self, request: Request) -> None:
-        if request.is_decoding:
-            request.num_computed += 1
         request.output_ids.append(1)
         if self.regime.output and len(request.output_ids) >= self.regime.output:
             self.state.finish(request)

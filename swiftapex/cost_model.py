@@ -273,15 +273,19 @@ def spare_us(cost: CostModel, first: Load, second: Load) -> tuple[float, float]:
     )
 
 
-def overlap_us(cost: CostModel, load: Load, in_flight: int, cohorts: int = 1) -> float:
+def overlap_us(
+    cost: CostModel, load: Load, in_flight: int, cohorts: int = 1, attention: float | None = None
+) -> float:
     """A pass in which `in_flight` CPU decodes are parked, in `cohorts` cohorts. Each rejoins L
     times in its L + 1 passes, so that a layer merges in_flight / (L + 1) of them on average; the
-    pass never waits for the CPU."""
+    pass never waits for the CPU. `attention`: T_ga of the load, where it is known."""
     riders = -(-in_flight // (cost.num_layers + 1))
     rows = load.rows + riders
     if rows == 0:
         return 0.0
-    layers = cost.num_layers * (cost.linear_us(rows) + gpu_side_attention_us(cost, load))
+    if attention is None:
+        attention = gpu_side_attention_us(cost, load)
+    layers = cost.num_layers * (cost.linear_us(rows) + attention)
     if in_flight:
         layers += cohorts * cost.hand_off_us(-(-in_flight // max(1, cohorts)))
     kind = COHORTS if in_flight else CHUNKS if load.chunks else DECODES

@@ -243,9 +243,12 @@ class Harness:
         for row in (r for b in plan.sub_batches for r in b.rows if not r.is_decode):
             self.live[row.request_id].num_computed += row.num_tokens
             prefilled.add(row.request_id)
+        for request_id in set(done) - prefilled:
+            self.live[request_id].num_computed += 1
+            self.cpu_tokens += self.live[request_id].placement is CPU
         self.state.settle(plan, in_flight)
         for request_id in done:
-            self._token(self.live[request_id], decoded=request_id not in prefilled)
+            self._token(self.live[request_id])
         self.state.check_integrity()
         idle = self.live and not busy and plan.is_empty
         self._idle = self._idle + 1 if idle else 0
@@ -264,10 +267,7 @@ class Harness:
             assert self.blocks.num_free(side) == self.blocks.num_total(side), "blocks leak"
         assert not self.worker.tables and not len(self.state.cohorts)
 
-    def _token(self, request: Request, decoded: bool) -> None:
-        if decoded:
-            request.num_computed += 1
-            self.cpu_tokens += request.placement is CPU
+    def _token(self, request: Request) -> None:
         request.output_ids.append(0)
         if len(request.output_ids) == request.sampling.max_tokens:
             self.state.finish(self.live.pop(request.request_id))

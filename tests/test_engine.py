@@ -19,6 +19,7 @@ from swiftapex.core.request import FinishReason, Placement, Request
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.engine import Engine
 from swiftapex.policies.base import Policy
+from swiftapex.scheduler.index import RequestIndex
 from swiftapex.scheduler.state import SchedulerState
 
 TINY = ModelSection(architecture="tiny", weights="dummy", dtype="float32")
@@ -387,4 +388,19 @@ def test_traces_of_cpu_decodes_with_any_block_size(block_size: int) -> None:
     engine = Engine(TINY, config, policy="fastdecode", trace=trace)
     run_all(engine, [[i + 5, 6] for i in range(6)], [SamplingParams(max_tokens=4)] * 6)
     assert engine.stats().cpu_decoded_tokens > 0
+    engine.close()
+
+
+def test_cpu_decodes_are_filed_together_not_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = []
+    touch = RequestIndex.touch
+    monkeypatch.setattr(
+        RequestIndex, "touch", lambda self, request: (touched.append(request), touch(self, request))
+    )
+    config = EngineConfig(gpu=GpuConfig(kv_tokens=256), cpu=CpuConfig(kv_tokens=1024))
+    engine = Engine(TINY, config, policy="fastdecode")
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    requests = run_all(engine, [[i + 5, 6] for i in range(6)], [params] * 6)
+    assert engine.stats().cpu_decoded_tokens == sum(len(r.output_ids) - 1 for r in requests)
+    assert len(touched) == 2 * len(requests), "touched when they start and when prefilled"
     engine.close()

@@ -19,6 +19,7 @@ class MeasuredCostModel:
         self._linear = Curve(tables.linear.xs, tables.linear.us)
         self._dense = self._linear.dense(_DENSE_ROWS)
         self._iteration = _curve(tables.iteration)
+        self._dense_iteration = self._iteration.dense(_DENSE_ROWS) if self._iteration else []
         self._gpu = _surface(tables.gpu_attention)
         prefill = _surface(tables.prefill_attention)
         self._prefill = lru_cache(_CHUNKS)(prefill) if prefill else None
@@ -41,7 +42,10 @@ class MeasuredCostModel:
         return self._cpu(requests or 1, tokens) if tokens > 0 and self._cpu else 0.0
 
     def iteration_us(self, completing: int) -> float:
-        return self._iteration(max(1, completing)) if self._iteration else 0.0
+        completing = max(1, completing)
+        if completing < len(self._dense_iteration):
+            return self._dense_iteration[completing]
+        return self._iteration(completing) if self._iteration else 0.0
 
     def hand_off_us(self, rows: int) -> float:
         return self._hand_off[min(rows, _DENSE_ROWS)]

@@ -80,21 +80,28 @@ class Surface:
         before, last = self.rows[-2:] if len(self.rows) > 1 else (self.rows[0], self.rows[0])
         self._more = list(accumulate((b - a for a, b in zip(before, last, strict=True)), max))
         self._more_slope = self._slopes[-1] - self._slopes[max(0, len(self.rows) - 2)]
+        self._cells = [[self._cell(i, j) for j in range(len(ys) - 1)] for i in range(len(xs) - 1)]
 
     def __call__(self, x: float, y: float) -> float:
         if x <= 0:
             return 0.0
-        xs, ys, rows = self.xs, self.ys, self.rows
-        j = bisect_right(ys, y)
-        i = bisect_right(xs, x)
-        if not (0 < i < len(xs) and 0 < j < len(ys)):
+        i, j = bisect_right(self.xs, x), bisect_right(self.ys, y)
+        if not (0 < i < len(self.xs) and 0 < j < len(self.ys)):
             return self._beyond(x, y, i, j)
         # As _beyond has it, but without a call per curve: this is asked most often of all.
-        below, above = rows[i - 1], rows[i]
-        share = (y - ys[j - 1]) / (ys[j] - ys[j - 1])
-        low = below[j - 1] + (below[j] - below[j - 1]) * share
-        high = above[j - 1] + (above[j] - above[j - 1]) * share
-        return low + (high - low) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+        x0, width, y0, height, low, low_rise, high, high_rise = self._cells[i - 1][j - 1]
+        share = (y - y0) / height
+        low += low_rise * share
+        return low + (high + high_rise * share - low) * (x - x0) / width
+
+    def _cell(self, i: int, j: int) -> tuple[float, ...]:
+        """Between points i and i + 1 of x, j and j + 1 of y: where both begin and how far they go,
+        and where the curves at both ends of x begin and how far they rise."""
+        xs, ys, below, above = self.xs, self.ys, self.rows[i], self.rows[i + 1]
+        return (
+            xs[i], xs[i + 1] - xs[i], ys[j], ys[j + 1] - ys[j],
+            below[j], below[j + 1] - below[j], above[j], above[j + 1] - above[j],
+        )  # fmt: skip
 
     def _beyond(self, x: float, y: float, i: int, j: int) -> float:
         """Outside the grid; i and j: the first points that lie beyond x and y."""

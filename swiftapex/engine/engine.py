@@ -388,14 +388,13 @@ class Engine:
         for row in chunks:
             self._live[row.request_id].num_computed += row.num_tokens
         prefilled = {row.request_id for row in chunks}
-        self._state.settle(plan, result.in_flight)
-        for request_id in result.completing:
-            request = self._live.get(request_id)
-            if request is None:
-                continue
-            if request_id not in prefilled:  # a decode: the token before this one is computed now
+        completing = [self._live[i] for i in result.completing if i in self._live]
+        for request in completing:
+            if request.request_id not in prefilled:  # a decode of the token before this one
                 request.num_computed += 1
                 self._cpu_decoded_tokens += request.placement is Placement.CPU
+        self._state.settle(plan, result.in_flight)
+        for request in completing:
             request.num_pending += 1
             if request.num_generated >= request.sampling.max_tokens:
                 self._state.finish(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swiftapex.core.request import SIDES, Placement
@@ -87,6 +87,18 @@ class BlockManager:
         if not self.can_append(request_id, num_tokens):
             raise ValueError(f"no free block for request {request_id} at {num_tokens} tokens")
         return self._grow(request_id, num_tokens)
+
+    def append_one(self, request_ids: Sequence[int]) -> list[int]:
+        """Another block for each of these requests, which are on one side, as far as there are
+        free ones; returns the blocks, in order."""
+        if not request_ids:
+            return []
+        pool = self._free[self._holdings[request_ids[0]].side]
+        gained = [pool.pop() for _ in request_ids[: len(pool)]]
+        for request_id, block in zip(request_ids, gained, strict=False):
+            self._holdings[request_id].blocks.append(block)
+            self._rooms[request_id] += self.block_size
+        return gained
 
     def can_move(self, request_id: int, target: Placement) -> bool:
         return len(self._holdings[request_id].blocks) <= len(self._free[target])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from swiftapex.core.request import Placement, Request
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.state import SchedulerState
@@ -13,14 +11,7 @@ def main_batch(state: SchedulerState, reserve: int = 0) -> BatchDraft:
     """The batch that parked cohorts may join at any layer. It keeps room for the largest one in
     flight, or for the `reserve` rows of a new one."""
     reserve = max(reserve, state.cohorts.largest)
-    limits = state.limits
-    return BatchDraft(
-        replace(
-            limits,
-            max_batch_size=limits.max_batch_size - reserve,
-            max_tokens_in_batch=limits.max_tokens_in_batch - reserve,
-        )
-    )
+    return BatchDraft(state.limits.less(reserve) if reserve else state.limits)
 
 
 def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> None:
@@ -50,20 +41,13 @@ def _make_room(state: SchedulerState, request: Request, demote: bool, coming: in
     while state.is_free(request) and not state.has_block(request):
         if coming:
             return coming - 1
-        victim = _newest(state, Placement.GPU)
+        victim = state.newest_on_gpu()  # there is one: the asking request itself
         if demote and _can_demote(state, victim):
             coming += state.blocks.num_blocks_of(victim.request_id) - 1
             state.move(victim, Placement.CPU)
             return coming
         state.preempt(victim)
     return coming
-
-
-def _newest(state: SchedulerState, side: Placement) -> Request:
-    """The newest request on `side` that may yield. There is one: the asking request itself."""
-    return next(
-        r for r in reversed(state.queue.running) if r.placement.side is side and state.is_free(r)
-    )
 
 
 def _can_demote(state: SchedulerState, request: Request) -> bool:

@@ -24,6 +24,15 @@ class Limits:
     staging_blocks: int = 0
     max_skipped: int = 64
 
+    def less(self, rows: int) -> Limits:
+        """With room for `rows` rows of one token less."""
+        return Limits(
+            self.max_batch_size - rows,
+            self.max_tokens_in_batch - rows,
+            self.staging_blocks,
+            self.max_skipped,
+        )
+
 
 class BatchDraft:
     """Rows by kind, in the order in which they were added, and their load so far."""
@@ -33,8 +42,8 @@ class BatchDraft:
         self.num_rows = 0
         self.num_tokens = 0
         self._kinds: tuple[list[Row], ...] = tuple([] for _ in range(_NUM_KINDS))
-        self._read = [0] * _NUM_KINDS  # tokens of KV that the decodes of a kind read
-        self._chunk_loads: tuple[tuple[int, int], ...] | None = ()  # None: to be read anew
+        self._read = [0] * _NUM_KINDS  # tokens of KV that the rows of a kind read
+        self._load: Load | None = None  # None: to be read anew
 
     @property
     def room(self) -> int:
@@ -74,14 +83,16 @@ class BatchDraft:
     @property
     def load(self) -> Load:
         """`Load.of` its rows."""
-        return Load(
-            self.num_tokens,
-            self._read[_GPU_DECODES],
-            self._read[_CPU_DECODES],
-            self._chunks_of_load(),
-            len(self.gpu_decodes),
-            len(self.cpu_decodes),
-        )
+        if self._load is None:
+            self._load = Load(
+                self.num_tokens,
+                self._read[_GPU_DECODES],
+                self._read[_CPU_DECODES],
+                tuple((len(row.token_ids or ()), row.start) for row in self.chunks),
+                len(self.gpu_decodes),
+                len(self.cpu_decodes),
+            )
+        return self._load
 
     def add(self, row: Row) -> None:
         kind = row_order(row)
@@ -105,15 +116,8 @@ class BatchDraft:
     def _in_order(self) -> Iterator[Row]:
         return chain.from_iterable(self._kinds)
 
-    def _chunks_of_load(self) -> tuple[tuple[int, int], ...]:
-        if self._chunk_loads is None:
-            self._chunk_loads = tuple((len(row.token_ids or ()), row.start) for row in self.chunks)
-        return self._chunk_loads
-
     def _count(self, kind: int, rows: int, tokens: int, read: int) -> None:
         self.num_rows += rows
         self.num_tokens += tokens
-        if kind in (_GPU_DECODES, _CPU_DECODES):
-            self._read[kind] += read
-        else:
-            self._chunk_loads = None
+        self._read[kind] += read
+        self._load = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import islice, repeat
+from itertools import chain, filterfalse, islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -13,29 +13,30 @@ from swiftapex.core.request import Placement, Request
 
 _age = attrgetter("request_id")
 _turn = attrgetter("last_served", "request_id")
+_last_served = attrgetter("last_served")
 _AT_ONCE = 16  # requests that are looked at together, where the first few may do
 
 
 class _Group:
-    """Requests in the order of `key`. Those that come last go to the end; others make it sort."""
+    """Requests by their id, in the order of `key`. Most that come go to the end."""
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self.members: dict[int, Request] = {}
         self._key = key
-        self._sorted = True
 
     def add(self, requests: list[Request]) -> None:
-        key, members = self._key, self.members
-        requests.sort(key=key)
-        if members and self._sorted:
-            self._sorted = key(next(reversed(members.values()))) < key(requests[0])
-        members.update((request.request_id, request) for request in requests)
+        requests.sort(key=self._key)
+        self.append(requests)
 
-    def ordered(self) -> Iterable[Request]:
-        if not self._sorted:
-            self.members = {r.request_id: r for r in sorted(self.members.values(), key=self._key)}
-            self._sorted = True
-        return self.members.values()
+    def append(self, requests: list[Request]) -> None:
+        """Adds requests that are in order among themselves."""
+        key, members = self._key, self.members
+        first, behind = key(requests[0]), []
+        while members and key(next(reversed(members.values()))) > first:
+            behind.append(members.popitem()[1])
+        if behind:
+            requests = sorted(behind + requests, key=key)
+        members.update(zip(map(_age, requests), requests, strict=True))
 
 
 class Lazily:
@@ -52,10 +53,14 @@ class Lazily:
         return self._seen[index]
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._seen
+        return chain.from_iterable(self.groups())
+
+    def groups(self) -> Iterator[list[Request]]:
+        """All in order, a few at a time."""
+        yield self._seen
         while some := list(islice(self._more, _AT_ONCE)):
             self._seen += some
-            yield from some
+            yield some
 
     def first(self, count: int) -> list[Request]:
         """At most `count`."""
@@ -64,8 +69,8 @@ class Lazily:
 
 
 class RequestIndex:
-    """Every running request in one of four groups: GPU decodes and prefills (oldest first), CPU
-    decodes at a token boundary (least recently served first), and what is in flight.
+    """Every running request in one of four groups, by its id: GPU decodes and prefills (oldest
+    first), CPU decodes at a token boundary (least recently served first), and what is in flight.
 
     Whoever changes a request calls `touch`; it is filed anew at the next question, with all others
     that were, since a token may be booked in between. A GPU decode that stays where it is needs no
@@ -112,15 +117,15 @@ class RequestIndex:
             del group.members[request.request_id]
 
     @property
-    def gpu_decodes(self) -> Iterable[Request]:
+    def gpu_decodes(self) -> dict[int, Request]:
         self._file()
-        return self._gpu.ordered()
+        return self._gpu.members
 
     @property
-    def cpu_decodes(self) -> Iterable[Request]:
+    def cpu_decodes(self) -> dict[int, Request]:
         """At a token boundary."""
         self._file()
-        return self._cpu.ordered()
+        return self._cpu.members
 
     def cpu_decodes_by_age(self) -> Iterator[Request]:
         """At a token boundary, oldest first. To be read before anything changes."""
@@ -141,9 +146,9 @@ class RequestIndex:
         return self._cpu_tokens
 
     @property
-    def prefills(self) -> Iterable[Request]:
+    def prefills(self) -> dict[int, Request]:
         self._file()
-        return self._prefills.ordered()
+        return self._prefills.members
 
     def counts(self) -> tuple[int, int, int]:
         """GPU decodes, CPU decodes at a token boundary, requests in flight."""
@@ -154,42 +159,47 @@ class RequestIndex:
     def _file(self) -> None:
         if not (self._touched or self._served):
             return
-        groups = self._gpu, self._cpu, self._prefills, self._in_flight
-        self._served.difference_update(self._touched)  # those are filed as they are by now
-        filed: dict[_Group, list[Request]] = {group: [] for group in groups}
+        filed: dict[_Group, list[Request]] = {}
         group_of, reads = self._group_of, self._reads
         for request_id, request in self._touched.items():
             if (old := group_of.get(request_id)) is not None:
                 del old.members[request_id]
             group = self._group(request)
             group_of[request_id] = group
-            filed[group].append(request)
+            filed.setdefault(group, []).append(request)
             if group is not self._in_flight:  # what leaves for a pass reads what it did
                 tokens = 0 if request.placement is Placement.GPU else request.num_tokens
                 self._cpu_tokens += tokens - reads[request_id]
                 reads[request_id] = tokens
+        self._served.difference_update(self._touched)  # those were filed as they are by now
         self._touched.clear()
-        filed[self._cpu] += self._take_served()
+        on_cpu = filed.pop(self._cpu, [])
+        self._note_ages({request.request_id for request in on_cpu} | self._served)
+        if on_cpu:
+            self._cpu.add(on_cpu + self._take_served())
+        elif self._served:
+            self._cpu.append(self._take_served())
         for group, requests in filed.items():
-            if requests:
-                group.add(requests)
-        self._note_ages(filed[self._cpu])
+            group.add(requests)
 
     def _take_served(self) -> list[Request]:
-        """What `serve` was told of, out of its groups, oldest first."""
-        ids = sorted(self._served)
-        self._served.clear()
-        idle, in_flight = self._cpu.members, self._in_flight.members
-        requests = [idle.pop(i) if i in idle else in_flight.pop(i) for i in ids]
-        self._group_of.update(zip(ids, repeat(self._cpu)))
-        self._reads.update(ids)  # each reads one token more
-        self._cpu_tokens += len(ids)
+        """What `serve` was told of, out of its groups, in the order of their turns."""
+        served, idle = self._served, self._cpu.members
+        returned = set(filterfalse(idle.__contains__, served))
+        requests = [*map(idle.pop, served - returned)]
+        requests += map(self._in_flight.members.pop, returned)
+        self._group_of.update(zip(returned, repeat(self._cpu)))
+        self._reads.update(served)  # each reads one token more
+        self._cpu_tokens += len(served)
+        served.clear()
+        requests.sort(key=_age)
+        requests.sort(key=_last_served)  # keeps the older ones of a turn before the younger
         return requests
 
-    def _note_ages(self, requests: list[Request]) -> None:
-        known = self._in_ages
-        for request_id in [i for i in map(_age, requests) if i not in known]:
-            known.add(request_id)
+    def _note_ages(self, request_ids: set[int]) -> None:
+        new = request_ids - self._in_ages
+        self._in_ages |= new
+        for request_id in new:
             heappush(self._ages, request_id)
 
     def _group(self, request: Request) -> _Group:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 
 from swiftapex.core.plan import Row
 from swiftapex.core.request import Placement, Request
@@ -134,9 +136,11 @@ def overlap_chunk_tokens(
     if alone == 0:
         return total
     longest = max(visit, (1 + cpu_free) * alone)
+    attention_us = first_chunks_attention(cost, load)
 
     def fits(tokens: int) -> bool:
-        return overlap_us(cost, first_chunks(load, tokens), in_flight) <= longest
+        first = first_chunks(load, tokens)
+        return overlap_us(cost, first, in_flight, attention=attention_us(tokens)) <= longest
 
     return most_that(fits, total, fine=32)
 
@@ -150,6 +154,22 @@ def first_chunks(load: Load, tokens: int) -> Load:
         left -= count
     rows = load.rows - sum(count for count, _ in load.chunks) + tokens
     return load._replace(rows=rows, chunks=tuple(chunks))
+
+
+def first_chunks_attention(cost: CostModel, load: Load) -> Callable[[int], float]:
+    """T_ga of `first_chunks(load, tokens)` by `tokens`, for a search that asks for many: whole
+    chunks are summed up once."""
+    ends = list(accumulate((count for count, _ in load.chunks), initial=0))
+    decodes = cost.gpu_attention_us(load.gpu_tokens, load.gpu_requests)
+    each = (cost.prefill_attention_us(count, prefix) for count, prefix in load.chunks)
+    sums = list(accumulate(each, initial=decodes))
+
+    def attention_us(tokens: int) -> float:
+        whole = bisect_right(ends, tokens) - 1
+        cut = tokens - ends[whole]
+        return sums[whole] + (cost.prefill_attention_us(cut, load.chunks[whole][1]) if cut else 0.0)
+
+    return attention_us
 
 
 def most_that(fits: Callable[[int], bool], total: int, fine: int | None = None) -> int:

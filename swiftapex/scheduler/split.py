@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -66,29 +66,28 @@ def choose_split(
     contexts = iter(contexts)
     index = 0  # of the first candidate that has not been decided on
     for tokens in islice(contexts, forced):
-        halves.take(range(index, index + 1), tokens, must=True)
+        halves.take(index, 1, tokens, must=True)
         index += 1
     size = max(1, wanted // _WANTED_GROUPS) if wanted <= min(rooms) else 1
     while index < wanted and (group := list(islice(contexts, min(size, wanted - index)))):
-        halves.take(range(index, index + len(group)), sum(group), must=True)
+        halves.take(index, len(group), sum(group), must=True)
         index += len(group)
     group = list(islice(contexts, 1))
-    while group and halves.take(range(index, index + len(group)), sum(group)):
+    while group and halves.take(index, len(group), sum(group)):
         index += len(group)
         size = halves.group_size()
         group = list(islice(contexts, size)) if size > 1 else []
+    rest = chain(group, contexts)
+    ahead = list(islice(rest, _LOOK_ON))
     left_out = float("inf")  # tokens of the shortest one that did not fit
-    since = 0  # candidates looked at since one was taken
-    first = index
-    for index, tokens in enumerate(chain(group, contexts), start=first):
-        since += 1
-        if tokens < left_out:
-            if halves.take(range(index, index + 1), tokens):
-                since = 0
-            else:
+    while ahead and (shortest := min(ahead)) < left_out and halves.fits(shortest):
+        for passed, tokens in enumerate(ahead, start=1):  # one is taken, at the latest the shortest
+            if tokens < left_out:
+                if halves.take(index + passed - 1, 1, tokens):
+                    break
                 left_out = tokens
-        if since >= _LOOK_ON or halves.are_full:
-            break
+        index += passed
+        ahead = ahead[passed:] + list(islice(rest, passed))
     return halves.split()
 
 
@@ -101,19 +100,13 @@ class _Halves:
         self.count = 0  # candidates taken so far
         self._rooms = list(rooms)
         self._picks: tuple[list[int], list[int]] = ([], [])
-        self._tokens, self._counts = [main.cpu_tokens, 0], [main.cpu_requests, 0]
+        self._rows, self._tokens, self._counts = (
+            [main.rows, 0], [main.cpu_tokens, 0], [main.cpu_requests, 0],
+        )  # fmt: skip
         self._attention = [cpu_side_attention_us(cost, main), 0.0]  # T_ca
         self._gpu_attention = gpu_side_attention_us(cost, main)
-        self._linear = [self._linear_us(0), self._linear_us(1)]
-
-    @property
-    def are_full(self) -> bool:
-        return max(self._rooms) <= 0
-
-    @property
-    def _beside(self) -> tuple[float, float]:
-        """T_l1 + T_ga0 hides what the CPU does for the first half, T_l0 what for the second."""
-        return self._linear[1] + self._gpu_attention, self._linear[0]
+        # T_l1 + T_ga0 hides what the CPU does for the first half, T_l0 what for the second.
+        self._beside = [self._linear_us(1) + self._gpu_attention, self._linear_us(0)]
 
     def group_size(self) -> int:
         """How many candidates may be tried together, after the first one: half of those that, as
@@ -123,14 +116,24 @@ class _Halves:
         spare = max(b - a for b, a in zip(self._beside, self._attention, strict=True))
         return max(1, min(int(spare / us) if us > 0 else _SAMPLE, max(self._rooms)) // 2)
 
-    def take(self, indices: Sequence[int], tokens: int, must: bool = False) -> bool:
-        """Puts candidates that read `tokens` tokens together where the CPU has more time left: if
-        it has any for them, or they `must`."""
-        count, best, spare, best_us = len(indices), -1, float("-inf"), 0.0
-        beside = self._beside
+    def fits(self, tokens: int) -> bool:
+        """Whether `take` would put a candidate of so many tokens somewhere."""
+        for half in (0, 1):
+            if self._rooms[half] <= 0:
+                continue
+            us = self._cost.cpu_attention_us(self._tokens[half] + tokens, self._counts[half] + 1)
+            if self._beside[half] - us >= 0:
+                return True
+        return False
+
+    def take(self, first: int, count: int, tokens: int, must: bool = False) -> bool:
+        """Puts `count` candidates from `first` on, which read `tokens` tokens together, where the
+        CPU has more time left: if it has any for them, or they `must`."""
+        best, spare, best_us = -1, float("-inf"), 0.0
+        beside, rooms = self._beside, self._rooms
         now = (beside[0] - self._attention[0], beside[1] - self._attention[1])
         for half in (1, 0) if now[1] >= now[0] else (0, 1):
-            if count > self._rooms[half] or now[half] <= spare:  # it will have less than now
+            if count > rooms[half] or now[half] <= spare:  # it will have less than now
                 continue
             us = self._cost.cpu_attention_us(
                 self._tokens[half] + tokens, self._counts[half] + count
@@ -139,9 +142,9 @@ class _Halves:
                 best, spare, best_us = half, beside[half] - us, us
         if best < 0 or (spare < 0 and not must):
             return False
-        self._put(best, indices, tokens)
+        self._put(best, range(first, first + count), tokens)
         self._attention[best] = best_us
-        self._linear[best] = self._linear_us(best)
+        self._beside[1 - best] = self._linear_us(best) + (self._gpu_attention if best else 0.0)
         return True
 
     def share_out(self, candidates: Iterable[tuple[int, int]]) -> None:
@@ -166,18 +169,13 @@ class _Halves:
         self.count += count
         self._picks[half].extend(indices)
         self._rooms[half] -= count
+        self._rows[half] += count
         self._tokens[half] += tokens
         self._counts[half] += count
 
     def _linear_us(self, half: int) -> float:
         """T_l of a half with all that it holds now, its hand-off included."""
-        rows = len(self._picks[half]) + (self._main.rows if half == 0 else 0)
-        return self._cost.linear_us(rows) + self._cost.hand_off_us(self._counts[half])
-
-
-def _decode_reads(request: Request) -> int:
-    """Tokens of KV that the next decode reads: `num_tokens`, in a fraction of its time."""
-    return request.num_computed + 1
+        return self._cost.linear_us(self._rows[half]) + self._cost.hand_off_us(self._counts[half])
 
 
 def split_for(
@@ -190,10 +188,10 @@ def split_for(
     wanted: int = 0,
 ) -> Split:
     """The split of these CPU decodes beside what the two drafts hold already."""
-    contexts = map(_decode_reads, requests)
-    return choose_split(
-        cost, first.load, contexts, (first.row_room, second.row_room), forced, wanted
-    )
+    # A decode reads `num_tokens` tokens of KV, which takes longer to ask for.
+    contexts = ([request.num_computed + 1 for request in some] for some in requests.groups())
+    rooms = (first.row_room, second.row_room)
+    return choose_split(cost, first.load, chain.from_iterable(contexts), rooms, forced, wanted)
 
 
 def add_split(

@@ -8,7 +8,7 @@ in, and in what order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress, takewhile
+from itertools import compress, islice, takewhile
 from operator import ge
 
 from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, decode_rows
@@ -78,7 +78,13 @@ class SchedulerState:
     @property
     def idle_on_cpu(self) -> Iterable[Request]:
         """CPU decodes that are not in flight; they may have a row in this plan."""
-        return self._index.cpu_decodes
+        return self._index.cpu_decodes.values()
+
+    def newest_on_gpu(self) -> Request:
+        """The newest free request whose blocks are on the GPU. There has to be one."""
+        groups = self._index.gpu_decodes, self._index.prefills
+        on_gpu = (r for group in groups for r in self._newest_free(group))
+        return max(on_gpu, key=lambda r: r.request_id)
 
     def prefilling(self) -> list[Request]:
         """Free running requests with tokens still to prefill, oldest first."""
@@ -189,13 +195,13 @@ class SchedulerState:
         count, iteration = len(requests), self.iteration
         ids = [request.request_id for request in requests]
         starts = [request.num_computed for request in requests]
-        full = map(ge, starts, self.blocks.rooms_of(ids))  # which need a block
-        for index in compress(range(count), full):
-            if not self.has_block(requests[index]):
-                count = index
-                del requests[count:], ids[count:], starts[count:]
-                break
-            self._note_blocks(requests[index], self.blocks.append(ids[index], starts[index] + 1))
+        full = list(compress(range(count), map(ge, starts, self.blocks.rooms_of(ids))))
+        gained = self.blocks.append_one([ids[index] for index in full])
+        for index, block in zip(full, gained, strict=False):
+            self._note_blocks(requests[index], (block,))
+        if len(gained) < len(full):
+            count = full[len(gained)]
+            del requests[count:], ids[count:], starts[count:]
         if requests:
             for request in requests:
                 request.last_served = iteration
@@ -334,7 +340,8 @@ class SchedulerState:
 
     def settle(self, plan: StepPlan, in_flight: frozenset[int]) -> None:
         """Books what an executed plan has ended: moves, cohorts, prefills through the staging area.
-        The tokens that were computed are booked before, those that were sampled after it."""
+        The tokens that were computed (`num_computed`, of decodes too) are booked before, those that
+        were sampled after it."""
         self.cohorts.settle(in_flight)
         running = self.queue.running_request
         for move in plan.moves:
@@ -378,11 +385,17 @@ class SchedulerState:
         on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
         assert self.cpu_tokens == sum(on_cpu)
 
-    def _unplanned(self, requests: Iterable[Request]) -> Lazily:
+    def _unplanned(self, requests: dict[int, Request]) -> Lazily:
         planned = self._planned
-        if not planned:
-            return Lazily(requests)
-        return Lazily(r for r in requests if r.request_id not in planned)
+        if requests.keys().isdisjoint(planned):
+            return Lazily(requests.values())
+        return Lazily(request for i, request in requests.items() if i not in planned)
+
+    def _newest_free(self, oldest_first: dict[int, Request]) -> Iterator[Request]:
+        """The newest of them that is free and on the GPU, if any."""
+        newest_first = reversed(oldest_first.values())
+        found = (r for r in newest_first if r.placement is Placement.GPU and self.is_free(r))
+        return islice(found, 1)
 
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""
