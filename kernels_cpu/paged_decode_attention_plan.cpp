@@ -9,6 +9,10 @@ namespace {
 
 constexpr int kMinPieceTokens = 128;  // rows are not cut into shorter pieces to occupy threads
 
+// Up to here, kv heads are divided among threads before tokens are: what two threads have of the
+// same heads needs a merge, as long as reading some 100 tokens.
+constexpr int kWholePieceTokens = 1024;
+
 // Reading q, writing the output and starting to read at a new place: about as long as this many
 // tokens take.
 constexpr int kRowCost = 16;
@@ -18,13 +22,20 @@ constexpr int kSmallMerge = 16;
 
 constexpr size_t kAlignment = 16;  // of values, in float32: a cache line
 
-// How many pieces of at least kMinPieceTokens the rows can give, whole rows counting as one.
-int64_t num_possible_pieces(const int32_t* context_lens, int rows) {
+// How many pieces of at least `tokens` the rows can give, whole rows counting as one.
+int64_t num_possible_pieces(const int32_t* context_lens, int rows, int tokens) {
     int64_t pieces = 0;
     for (int row = 0; row < rows; ++row) {
-        if (context_lens[row] > 0) pieces += std::max(1, context_lens[row] / kMinPieceTokens);
+        if (context_lens[row] > 0) pieces += std::max(1, context_lens[row] / tokens);
     }
     return std::max<int64_t>(pieces, 1);
+}
+
+// The least number of equal ranges of kv heads that is not below `wanted`, if there is one.
+int num_head_ranges(int64_t wanted, int kv_heads) {
+    int ranges = int(std::min<int64_t>(wanted, kv_heads));
+    while (kv_heads % ranges != 0) ++ranges;
+    return ranges;
 }
 
 }  // namespace
@@ -44,16 +55,16 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
         tokens += context_lens[row] + kRowCost;
         max_blocks_ = std::max(max_blocks_, (context_lens[row] + block_size - 1) / block_size);
     }
-    const int64_t possible = num_possible_pieces(context_lens, rows);
-    const int64_t ranges =
-        std::clamp<int64_t>((num_threads + possible - 1) / possible, 1, kv_heads);
-    const int64_t parts = std::min<int64_t>(num_threads, possible * ranges);
+    const int64_t whole = num_possible_pieces(context_lens, rows, kWholePieceTokens);
+    const int ranges = num_head_ranges((num_threads + whole - 1) / whole, kv_heads);
+    const int64_t possible = ranges * num_possible_pieces(context_lens, rows, kMinPieceTokens);
+    const int64_t parts = std::min<int64_t>(num_threads, possible);
     part_weight_ = double(tokens) * kv_heads / double(parts);
 
     piece_begin_.push_back(0);
-    for (int64_t i = 0; i < ranges; ++i) {
-        const int begin = int(kv_heads * i / ranges), end = int(kv_heads * (i + 1) / ranges);
-        for (int row = 0; row < rows; ++row) add_row(row, context_lens[row], begin, end);
+    const int heads = kv_heads / ranges;
+    for (int begin = 0; begin < kv_heads; begin += heads) {
+        for (int row = 0; row < rows; ++row) add_row(row, context_lens[row], begin, begin + heads);
     }
     piece_begin_.resize(size_t(num_threads) + 1, int32_t(pieces_.size()));
     piece_begin_.back() = int32_t(pieces_.size());
