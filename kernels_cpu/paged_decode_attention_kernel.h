@@ -173,9 +173,18 @@ struct DecodePieceRunner {
     }
 
     void run(int thread) const {
-        const int end = plan.piece_begin[thread + 1];
         Scores<T>::begin(tiles.heads(0));
-        for (int i = plan.piece_begin[thread]; i < end; ++i) {
+        run_pieces_of(thread);
+        for (int i = 1; i < plan.num_threads && plan.threads_share; ++i) {
+            run_pieces_of((thread + i) % plan.num_threads);
+        }
+        Scores<T>::end();
+    }
+
+    // Those that nobody has taken yet. Who computes a piece does not show in its result.
+    void run_pieces_of(int thread) const {
+        const int end = plan.piece_begin[thread + 1];
+        for (int i = take_piece(thread); i < end; i = take_piece(thread)) {
             const DecodePiece& piece = plan.pieces[i];
             const bool more = i + 1 < end && plan.pieces[i + 1].token_end > 0;
             begin(piece);
@@ -183,7 +192,20 @@ struct DecodePieceRunner {
             finish(piece);
             if (piece.merge >= 0 && plan.pieces_left != nullptr) finish_merge(piece.merge);
         }
-        Scores<T>::end();
+    }
+
+    // The next piece of a thread that is not taken; piece_begin[thread + 1] if all are. A call
+    // ends with all taken, so that the counter needs no reset (and may wrap around).
+    int take_piece(int thread) const {
+        const uint32_t count = uint32_t(plan.piece_begin[thread + 1] - plan.piece_begin[thread]);
+        const uint32_t before = plan.calls * count;
+        uint32_t* word = plan.taken + thread * kPieceCounterStep;
+        uint32_t taken = __atomic_load_n(word, __ATOMIC_RELAXED);
+        while (taken - before < count &&
+               !__atomic_compare_exchange_n(word, &taken, taken + 1, true, __ATOMIC_RELAXED,
+                                            __ATOMIC_RELAXED)) {
+        }
+        return plan.piece_begin[thread] + int(taken - before);
     }
 
     // The counter orders the pieces' results before the reading of them. It does not matter who

@@ -9,9 +9,14 @@ namespace {
 
 constexpr int kMinPieceTokens = 128;  // rows are not cut into shorter pieces to occupy threads
 
-// Up to here, kv heads are divided among threads before tokens are: what two threads have of the
-// same heads needs a merge, as long as reading some 100 tokens.
-constexpr int kWholePieceTokens = 1024;
+// Rows are divided by kv heads, which needs no merge, until a thread has about so many pieces:
+// those that it has not begun can be taken over by threads that are done. A row of more tokens
+// counts as several, as its blocks had better be read in long runs.
+constexpr int kThreadPieces = 4;
+constexpr int kWholePieceTokens = 4096;
+
+// With fewer pieces per thread, looking for those of other threads takes longer than it saves.
+constexpr int kSharedPieces = 2;
 
 // Reading q, writing the output and starting to read at a new place: about as long as this many
 // tokens take.
@@ -31,7 +36,7 @@ int64_t num_possible_pieces(const int32_t* context_lens, int rows, int tokens) {
     return std::max<int64_t>(pieces, 1);
 }
 
-// The least number of equal ranges of kv heads that is not below `wanted`, if there is one.
+// The least number of equal ranges of kv heads that is not below `wanted`; at most one per head.
 int num_head_ranges(int64_t wanted, int kv_heads) {
     int ranges = int(std::min<int64_t>(wanted, kv_heads));
     while (kv_heads % ranges != 0) ++ranges;
@@ -56,7 +61,8 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
         max_blocks_ = std::max(max_blocks_, (context_lens[row] + block_size - 1) / block_size);
     }
     const int64_t whole = num_possible_pieces(context_lens, rows, kWholePieceTokens);
-    const int ranges = num_head_ranges((num_threads + whole - 1) / whole, kv_heads);
+    const int64_t wanted = num_threads > 1 ? int64_t(num_threads) * kThreadPieces : 1;
+    const int ranges = num_head_ranges((wanted + whole - 1) / whole, kv_heads);
     const int64_t possible = ranges * num_possible_pieces(context_lens, rows, kMinPieceTokens);
     const int64_t parts = std::min<int64_t>(num_threads, possible);
     part_weight_ = double(tokens) * kv_heads / double(parts);
@@ -68,6 +74,7 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
     }
     piece_begin_.resize(size_t(num_threads) + 1, int32_t(pieces_.size()));
     piece_begin_.back() = int32_t(pieces_.size());
+    taken_.resize(size_t(num_threads) * kPieceCounterStep);
     join_split_rows();
 }
 
@@ -141,6 +148,10 @@ DecodePlanView DecodePlan::view() {
     const size_t misaligned = reinterpret_cast<uintptr_t>(values_.data()) / sizeof(float);
     return {pieces_.data(),
             piece_begin_.data(),
+            num_threads_,
+            num_threads_ > 1 && int64_t(pieces_.size()) >= int64_t(num_threads_) * kSharedPieces,
+            taken_.data(),
+            calls_,
             merges_.data(),
             int32_t(merges_.size()),
             num_merge_heads_,
