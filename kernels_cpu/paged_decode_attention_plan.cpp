@@ -9,10 +9,11 @@ namespace {
 
 constexpr int kMinPieceTokens = 128;  // rows are not cut into shorter pieces to occupy threads
 
-// Rows are divided by kv heads, which needs no merge, until a thread has about so many pieces:
-// those that it has not begun can be taken over by threads that are done. A row of more tokens
-// counts as several, as its blocks had better be read in long runs.
-constexpr int kThreadPieces = 4;
+// Rows are divided by kv heads, which needs no merge: so that there is one for every thread, and
+// further, in ranges of two heads at least, until a thread has about so many pieces, as those that
+// it has not begun can be taken over by threads that are done. A row of more tokens counts as
+// several: the longer the runs in which its blocks are read, the better.
+constexpr int kThreadPieces = 8;
 constexpr int kWholePieceTokens = 4096;
 
 // With fewer pieces per thread, looking for those of other threads takes longer than it saves.
@@ -36,8 +37,13 @@ int64_t num_possible_pieces(const int32_t* context_lens, int rows, int tokens) {
     return std::max<int64_t>(pieces, 1);
 }
 
-// The least number of equal ranges of kv heads that is not below `wanted`; at most one per head.
-int num_head_ranges(int64_t wanted, int kv_heads) {
+// Equal ranges of kv heads by which each row is divided.
+int num_head_ranges(const int32_t* context_lens, int rows, int kv_heads, int num_threads) {
+    const int64_t whole = num_possible_pieces(context_lens, rows, kWholePieceTokens);
+    const auto ranges_for = [&](int64_t pieces) { return (pieces + whole - 1) / whole; };
+    const int64_t shared = num_threads == 1 ? 1 : ranges_for(int64_t(num_threads) * kThreadPieces);
+    const int64_t wanted =
+        std::max(ranges_for(num_threads), std::min<int64_t>(shared, kv_heads / 2));
     int ranges = int(std::min<int64_t>(wanted, kv_heads));
     while (kv_heads % ranges != 0) ++ranges;
     return ranges;
@@ -60,9 +66,7 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
         tokens += context_lens[row] + kRowCost;
         max_blocks_ = std::max(max_blocks_, (context_lens[row] + block_size - 1) / block_size);
     }
-    const int64_t whole = num_possible_pieces(context_lens, rows, kWholePieceTokens);
-    const int64_t wanted = num_threads > 1 ? int64_t(num_threads) * kThreadPieces : 1;
-    const int ranges = num_head_ranges((wanted + whole - 1) / whole, kv_heads);
+    const int ranges = num_head_ranges(context_lens, rows, kv_heads, num_threads);
     const int64_t possible = ranges * num_possible_pieces(context_lens, rows, kMinPieceTokens);
     const int64_t parts = std::min<int64_t>(num_threads, possible);
     part_weight_ = double(tokens) * kv_heads / double(parts);
