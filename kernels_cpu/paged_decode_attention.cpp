@@ -47,6 +47,7 @@ void paged_decode_attention(ThreadPool& pool, DecodePlan& plan, const DecodeAtte
     const auto attend = kernels.decode_pieces[args.kv_dtype];
     auto pieces = [&](int thread) { attend(args, view, pool.scratch(thread), thread); };
     pool.run(pieces, scratch_bytes(args));
+    plan.end_call();
     if (view.num_merges == 0 || view.pieces_left != nullptr) return;
     const auto merge = kernels.decode_merge[args.kv_dtype];
     auto merges = [&](int thread) {

@@ -22,6 +22,7 @@ class DecodePlan {
     // Makes room for the partial results of split rows; call it before view().
     void reserve(int q_heads, int head_dim);
     DecodePlanView view();
+    void end_call() { ++calls_; }  // after one that had a view
 
     int rows() const { return rows_; }
     int kv_heads() const { return kv_heads_; }
@@ -43,6 +44,8 @@ class DecodePlan {
     std::vector<int32_t> piece_begin_;
     std::vector<DecodeMerge> merges_;
     std::vector<int32_t> pieces_left_;  // of each merge; empty: see DecodePlanView
+    std::vector<uint32_t> taken_;       // see DecodePlanView
+    uint32_t calls_ = 0;
     int64_t num_merge_heads_ = 0;
     int64_t num_slots_ = 0;  // kv heads of all unfinished pieces
     std::vector<float> values_, maxima_, sums_;

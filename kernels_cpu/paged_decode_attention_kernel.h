@@ -173,9 +173,18 @@ struct DecodePieceRunner {
     }
 
     void run(int thread) const {
-        const int end = plan.piece_begin[thread + 1];
         Scores<T>::begin(tiles.heads(0));
-        for (int i = plan.piece_begin[thread]; i < end; ++i) {
+        run_pieces_of(thread);
+        for (int i = 1; i < plan.num_threads && plan.threads_share; ++i) {
+            run_pieces_of((thread + i) % plan.num_threads);
+        }
+        Scores<T>::end();
+    }
+
+    // Those that nobody has taken yet. Who computes a piece does not show in its result.
+    void run_pieces_of(int thread) const {
+        const int end = plan.piece_begin[thread + 1];
+        for (int i = take_piece(thread); i < end; i = take_piece(thread)) {
             const DecodePiece& piece = plan.pieces[i];
             const bool more = i + 1 < end && plan.pieces[i + 1].token_end > 0;
             begin(piece);
@@ -183,7 +192,20 @@ struct DecodePieceRunner {
             finish(piece);
             if (piece.merge >= 0 && plan.pieces_left != nullptr) finish_merge(piece.merge);
         }
-        Scores<T>::end();
+    }
+
+    // The next piece of a thread that is not taken; piece_begin[thread + 1] if all are. A call
+    // ends with all taken, so that the counter needs no reset (and may wrap around).
+    int take_piece(int thread) const {
+        const uint32_t count = uint32_t(plan.piece_begin[thread + 1] - plan.piece_begin[thread]);
+        const uint32_t before = plan.calls * count;
+        uint32_t* word = plan.taken + thread * kPieceCounterStep;
+        uint32_t taken = __atomic_load_n(word, __ATOMIC_RELAXED);
+        while (taken - before < count &&
+               !__atomic_compare_exchange_n(word, &taken, taken + 1, true, __ATOMIC_RELAXED,
+                                            __ATOMIC_RELAXED)) {
+        }
+        return plan.piece_begin[thread] + int(taken - before);
     }
 
     // The counter orders the pieces' results before the reading of them. It does not matter who
@@ -197,8 +219,8 @@ struct DecodePieceRunner {
         for (int h = 0; h < heads; ++h) merge_head(merge, h);
     }
 
-    // One query head of a split row: 2^(maximum - highest) weighs each piece's
-    // sum and values.
+    // One query head of a split row: 2^(maximum - highest) weighs each piece's sum and values. The
+    // weights take the place of the maxima.
     void merge_head(const DecodeMerge& merge, int h) const {
         const int64_t step = int64_t(merge.head_end - merge.head_begin) * group();
         const int64_t first = merge.slot * group() + h;
@@ -208,22 +230,32 @@ struct DecodePieceRunner {
             if (maximum > highest) highest = maximum;
         }
         float total = 0.0f;
-        for (int d = 0; d < padded(); d += kWidth) store(scratch.values + d, zero());
         for (int i = 0; i < merge.num_pieces; ++i) {
             const int64_t slot = first + i * step;
-            const F32 weight = exp2(set1(plan.maxima[slot] - highest));
             float lanes[kWidth];
-            store(lanes, weight);
+            store(lanes, exp2(set1(plan.maxima[slot] - highest)));
+            plan.maxima[slot] = lanes[0];
             total += lanes[0] * plan.sums[slot];
-            const float* values = plan.values + slot * padded();
-            for (int d = 0; d < padded(); d += kWidth) {
-                store(scratch.values + d, fma(weight, load(values + d), load(scratch.values + d)));
-            }
         }
+        for (int d = 0; d < padded(); d += kPair) merge_pair(merge, first, step, d);
         const int64_t q_head = int64_t(merge.head_begin) * group() + h;
         write_head<T>(
             scratch.values, args.head_dim, 1.0f / total,
             static_cast<A*>(args.out) + merge.row * args.out_stride + q_head * args.head_dim);
+    }
+
+    // One vector pair of a head's values, by the weights of the slots first, first + step, ...
+    void merge_pair(const DecodeMerge& merge, int64_t first, int64_t step, int d) const {
+        F32 a = zero(), b = zero();
+        for (int i = 0; i < merge.num_pieces; ++i) {
+            const int64_t slot = first + i * step;
+            const F32 weight = set1(plan.maxima[slot]);
+            const float* values = plan.values + slot * padded() + d;
+            a = fma(weight, load(values), a);
+            b = fma(weight, load(values + kWidth), b);
+        }
+        store(scratch.values + d, a);
+        store(scratch.values + d + kWidth, b);
     }
 
     // The kv heads of all merges lie on one line, of which each thread takes an

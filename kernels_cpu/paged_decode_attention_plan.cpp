@@ -9,6 +9,16 @@ namespace {
 
 constexpr int kMinPieceTokens = 128;  // rows are not cut into shorter pieces to occupy threads
 
+// Rows are divided by kv heads, which needs no merge: so that there is one for every thread, and
+// further, in ranges of two heads at least, until a thread has about so many pieces, as those that
+// it has not begun can be taken over by threads that are done. A row of more tokens counts as
+// several: the longer the runs in which its blocks are read, the better.
+constexpr int kThreadPieces = 8;
+constexpr int kWholePieceTokens = 4096;
+
+// With fewer pieces per thread, looking for those of other threads takes longer than it saves.
+constexpr int kSharedPieces = 2;
+
 // Reading q, writing the output and starting to read at a new place: about as long as this many
 // tokens take.
 constexpr int kRowCost = 16;
@@ -18,13 +28,25 @@ constexpr int kSmallMerge = 16;
 
 constexpr size_t kAlignment = 16;  // of values, in float32: a cache line
 
-// How many pieces of at least kMinPieceTokens the rows can give, whole rows counting as one.
-int64_t num_possible_pieces(const int32_t* context_lens, int rows) {
+// How many pieces of at least `tokens` the rows can give, whole rows counting as one.
+int64_t num_possible_pieces(const int32_t* context_lens, int rows, int tokens) {
     int64_t pieces = 0;
     for (int row = 0; row < rows; ++row) {
-        if (context_lens[row] > 0) pieces += std::max(1, context_lens[row] / kMinPieceTokens);
+        if (context_lens[row] > 0) pieces += std::max(1, context_lens[row] / tokens);
     }
     return std::max<int64_t>(pieces, 1);
+}
+
+// Equal ranges of kv heads by which each row is divided.
+int num_head_ranges(const int32_t* context_lens, int rows, int kv_heads, int num_threads) {
+    const int64_t whole = num_possible_pieces(context_lens, rows, kWholePieceTokens);
+    const auto ranges_for = [&](int64_t pieces) { return (pieces + whole - 1) / whole; };
+    const int64_t shared = num_threads == 1 ? 1 : ranges_for(int64_t(num_threads) * kThreadPieces);
+    const int64_t wanted =
+        std::max(ranges_for(num_threads), std::min<int64_t>(shared, kv_heads / 2));
+    int ranges = int(std::min<int64_t>(wanted, kv_heads));
+    while (kv_heads % ranges != 0) ++ranges;
+    return ranges;
 }
 
 }  // namespace
@@ -44,19 +66,19 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
         tokens += context_lens[row] + kRowCost;
         max_blocks_ = std::max(max_blocks_, (context_lens[row] + block_size - 1) / block_size);
     }
-    const int64_t possible = num_possible_pieces(context_lens, rows);
-    const int64_t ranges =
-        std::clamp<int64_t>((num_threads + possible - 1) / possible, 1, kv_heads);
-    const int64_t parts = std::min<int64_t>(num_threads, possible * ranges);
+    const int ranges = num_head_ranges(context_lens, rows, kv_heads, num_threads);
+    const int64_t possible = ranges * num_possible_pieces(context_lens, rows, kMinPieceTokens);
+    const int64_t parts = std::min<int64_t>(num_threads, possible);
     part_weight_ = double(tokens) * kv_heads / double(parts);
 
     piece_begin_.push_back(0);
-    for (int64_t i = 0; i < ranges; ++i) {
-        const int begin = int(kv_heads * i / ranges), end = int(kv_heads * (i + 1) / ranges);
-        for (int row = 0; row < rows; ++row) add_row(row, context_lens[row], begin, end);
+    const int heads = kv_heads / ranges;
+    for (int begin = 0; begin < kv_heads; begin += heads) {
+        for (int row = 0; row < rows; ++row) add_row(row, context_lens[row], begin, begin + heads);
     }
     piece_begin_.resize(size_t(num_threads) + 1, int32_t(pieces_.size()));
     piece_begin_.back() = int32_t(pieces_.size());
+    taken_.resize(size_t(num_threads) * kPieceCounterStep);
     join_split_rows();
 }
 
@@ -130,6 +152,10 @@ DecodePlanView DecodePlan::view() {
     const size_t misaligned = reinterpret_cast<uintptr_t>(values_.data()) / sizeof(float);
     return {pieces_.data(),
             piece_begin_.data(),
+            num_threads_,
+            num_threads_ > 1 && int64_t(pieces_.size()) >= int64_t(num_threads_) * kSharedPieces,
+            taken_.data(),
+            calls_,
             merges_.data(),
             int32_t(merges_.size()),
             num_merge_heads_,

@@ -28,7 +28,7 @@ struct DecodeAttentionArgs {
 };
 
 // A share of one row: a range of its kv heads over a range of its tokens. A
-// thread walks its pieces in order.
+// thread takes its pieces in order, then those that other threads have not begun.
 struct DecodePiece {
     int32_t row;
     int32_t head_begin, head_end;  // kv heads
@@ -52,6 +52,12 @@ struct DecodeMerge {
 struct DecodePlanView {
     const DecodePiece* pieces;
     const int32_t* piece_begin;  // [threads + 1]: thread t has pieces [t] up to [t + 1]
+    int32_t num_threads;
+    bool threads_share;  // threads take over pieces of others
+    // [threads], kPieceCounterStep apart: how many of a thread's pieces were taken in all calls, of
+    // which there were `calls` before this one.
+    uint32_t* taken;
+    uint32_t calls;
     const DecodeMerge* merges;
     int32_t num_merges;
     int64_t num_merge_heads;  // sum of their kv heads
@@ -69,6 +75,7 @@ struct DecodePlanView {
 // instruction set.
 constexpr int32_t padded_head_dim(int32_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
+constexpr int32_t kPieceCounterStep = 16;  // a cache line
 constexpr int32_t kMaxBlockSize = 128;
 constexpr int32_t kMaxQueryRows = 4;  // of float32 that a query head may occupy in scratch memory
 

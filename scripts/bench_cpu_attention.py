@@ -3,7 +3,9 @@
 The KV pool is larger than the caches and every call reads other blocks of it, in random order, so
 that KV comes from memory. The bandwidth is that of a plain read of the same pool by the same pinned
 threads, before and after each sample of the attention; the share of a setting is the median over
-its samples. Samples in which the system kept a thread off its CPU are discarded. Prints one JSON
+its samples. "share_of_equal_read" compares with reads of as many bytes as a call's instead: what a
+short call still lacks there is the attention's, the rest is that of any work that forks and joins.
+Samples in which the system kept a thread off its CPU are discarded. Prints one JSON
 object; settings that do not fit into the pool are listed under "skipped".
 
 Without choices: the whole grid of heads, dtypes, batches and contexts, a batch of mixed lengths,
@@ -80,6 +82,9 @@ class Setting:
 
     def stream_bytes(self) -> int:
         return min(max(self.sample_bytes(), self.call_bytes()), MAX_STREAM_BYTES)
+
+    def equal_read_bytes(self) -> int:
+        return min(self.call_bytes(), MAX_STREAM_BYTES)
 
     def pool_bytes(self) -> int:
         blocks = sum(-(-n // self.block_size) for n in self.contexts())
@@ -171,7 +176,18 @@ def timed(call: Callable[[], object], repeats: int = 1) -> float:
 class Sample:
     attention_s: float
     stream_s: float  # mean of one before and one after
+    equal_read_s: float
     disturbed: bool
+
+
+def reads(pool: kernels.ThreadPool, memory: Tensor, num_bytes: int) -> Callable[[], None]:
+    """A plain read of so many bytes, each call of the next ones."""
+    starts = itertools.cycle(range(0, memory.numel() - num_bytes + 1, num_bytes))
+
+    def read() -> None:
+        kernels.read_stream(pool, memory.data_ptr() + next(starts), num_bytes)
+
+    return read
 
 
 def samples(
@@ -179,22 +195,21 @@ def samples(
 ) -> tuple[list[Sample], int]:
     """Undisturbed ones, and how many others there were; at least three in all."""
     attention = Attention(setting, pool, memory, kernel)
-    stream_bytes = setting.stream_bytes()
-    starts = itertools.cycle(range(0, memory.numel() - stream_bytes + 1, stream_bytes))
+    stream = reads(pool, memory, setting.stream_bytes())
+    equal_read = reads(pool, memory, setting.equal_read_bytes())
     repeats = max(1, setting.sample_bytes() // setting.call_bytes())
     off_cpu = OffCpu()
-
-    def stream() -> None:
-        kernels.read_stream(pool, memory.data_ptr() + next(starts), stream_bytes)
 
     def sample() -> Sample:
         before = off_cpu.seconds()
         kernels.read_stream(pool, memory.data_ptr(), 4096)  # wakes the threads up
         begin = time.perf_counter()
-        times = timed(stream), timed(attention, repeats), timed(stream)
+        before_s, equal_read_s = timed(stream), timed(equal_read, repeats)
+        attention_s, after_s = timed(attention, repeats), timed(stream)
         allowed = MAX_OFF_CPU * (time.perf_counter() - begin)
         waited = max(b - a for a, b in zip(before, off_cpu.seconds(), strict=True))
-        return Sample(times[1], (times[0] + times[2]) / 2, waited > allowed)
+        stream_s = (before_s + after_s) / 2
+        return Sample(attention_s, stream_s, equal_read_s, waited > allowed)
 
     sample()
     end = time.perf_counter() + seconds
@@ -221,11 +236,14 @@ def measure(
     stream_s = statistics.median(each.stream_s for each in kept)
     rate = setting.call_bytes() / setting.stream_bytes()
     shares = [rate * each.stream_s / each.attention_s for each in kept]
+    equal_rate = setting.call_bytes() / setting.equal_read_bytes()
+    equal_shares = [equal_rate * each.equal_read_s / each.attention_s for each in kept]
     quartiles = statistics.quantiles(shares, n=4) if len(shares) > 1 else shares * 3
     group, itemsize = setting.q_heads // setting.kv_heads, DTYPES[setting.dtype].itemsize
     return result | {
         "share": round(statistics.median(shares), 3),
         "share_quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
+        "share_of_equal_read": round(statistics.median(equal_shares), 3),
         "us_per_layer": round(layer_s * 1e6, 2),
         "gb_per_s": round(setting.call_bytes() / layer_s / 1e9, 2),
         "stream_gb_per_s": round(setting.stream_bytes() / stream_s / 1e9, 2),

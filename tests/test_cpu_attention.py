@@ -228,6 +228,23 @@ def test_a_plan_serves_every_layer() -> None:
         assert (out - case.reference()).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("num_threads", [2, 7])
+def test_pieces_taken_over_give_the_same_bits(num_threads: int) -> None:
+    """Calls of one plan, more pieces than threads; the last pool's threads sleep when it begins."""
+    case = Case(8, 4, [300, 1, 0, 45, 130] * 4, 64)
+    q, k, v = case.heads()
+    plan = kernels.DecodePlan(case.lens.data_ptr(), len(case.lens), 4, 32, num_threads)
+    assert plan.num_pieces >= 2 * num_threads
+    first = case.run(num_threads)
+    assert (first - case.reference()).abs().max() < 1e-3
+    sleepy = kernels.ThreadPool(num_threads, spin_us=0)
+    for each in [pool(num_threads)] * 20 + [sleepy] * 20:
+        out = torch.full(q.shape, torch.nan)
+        attend(each, plan, q, k, v, out, case.kv, case.table, case.scale)
+        assert torch.equal(bits(out), bits(first))
+    sleepy.close()
+
+
 @pytest.mark.parametrize("logit", [6e4, -6e4, 0.0])
 @pytest.mark.parametrize("spread", [False, True])
 def test_extreme_logits(isa: str, logit: float, spread: bool) -> None:
