@@ -66,6 +66,8 @@ struct ArgmaxArgs {
 struct ReadStreamArgs {
     const uint64_t* words;
     int64_t count;
+    int64_t chunk;      // words that a thread takes at a time
+    int64_t* next;      // first word that no thread has taken
     uint64_t* partial;  // [num_threads], 64 bytes apart
 };
 
@@ -80,7 +82,7 @@ struct KernelTable {
     void (*rope[kNumDTypes])(const RopeArgs&, int thread, int num_threads);
     void (*silu_mul[kNumDTypes])(const SiluMulArgs&, int thread, int num_threads);
     void (*argmax[kNumDTypes])(const ArgmaxArgs&, int thread, int num_threads);
-    void (*read_stream)(const ReadStreamArgs&, int thread, int num_threads);
+    void (*read_stream)(const ReadStreamArgs&, int thread);
     // By KV dtype. `scratch`: see paged_decode_attention.cpp, aligned to 64, one per thread. The
     // merge must not begin before every thread has finished its pieces.
     void (*decode_pieces[kNumKvDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,

@@ -1,5 +1,6 @@
 #include "kernels_cpu/launch.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -10,6 +11,9 @@ namespace {
 
 // Waking and joining threads costs 1 to 2 us, in which one core passes over this many elements.
 constexpr int64_t kSerialElements = 16 * 1024;
+
+// That a thread takes at a time of what all of them read: 4 and 256 KiB.
+constexpr int64_t kMinReadWords = 512, kMaxReadWords = 32 * 1024;
 
 using Buffer = std::unique_ptr<char[]>;
 
@@ -101,9 +105,13 @@ void proj_ffn(ThreadPool& pool, DType dtype, const ProjFfnArgs& a) {
 
 uint64_t read_stream(ThreadPool& pool, const void* data, int64_t bytes) {
     const auto kernel = active_kernels().read_stream;
-    std::vector<uint64_t> partial(8 * static_cast<size_t>(pool.num_threads()));
-    const ReadStreamArgs args{static_cast<const uint64_t*>(data), bytes / 8, partial.data()};
-    auto task = [&](int thread) { kernel(args, thread, pool.num_threads()); };
+    const int64_t threads = pool.num_threads(), words = bytes / 8;
+    const int64_t chunk = std::clamp<int64_t>(words / (threads * 16), kMinReadWords, kMaxReadWords);
+    std::vector<uint64_t> partial(8 * static_cast<size_t>(threads));
+    int64_t next = 0;
+    const ReadStreamArgs args{static_cast<const uint64_t*>(data), words, chunk / 64 * 64, &next,
+                              partial.data()};
+    auto task = [&](int thread) { kernel(args, thread); };
     pool.run(task);
     uint64_t sum = 0;
     for (size_t i = 0; i < partial.size(); i += 8) sum += partial[i];

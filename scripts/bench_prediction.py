@@ -17,7 +17,9 @@ a `decode` cell GPU-only runs, and the policy, and the GPU keeps room for its re
 that none is moved. In the `mixed` one the other pipelines run, and may take prompts to the CPU.
 
 Tokens count in part: one that takes from t to u is spread over that time. CPU decodes come in
-bursts of a whole cohort, and a short window would see one more or less.
+bursts of a whole cohort, and a short window would see one more or less. While cohorts are parked
+the warm-up goes on until they had time for a token, and so does the measurement: one under way at
+the end is taken to last as long as the one before.
 
 Prints a line of JSON per cell and strategy: tokens per second, and by pipeline the number of
 iterations, median time and the 50th and 90th percentile of |predicted - measured| / measured. Then
@@ -105,7 +107,7 @@ class Run:
         engine.use_policy(strategy)
         self._args, self._engine, self._cell = args, engine, cell
         self._rng = random.Random(args.seed)
-        self._start_s = time.perf_counter()
+        self._start_s: float | None = None  # of the first iteration
         self._begun: list[Request] = []  # in progress
         self._new: list[Request] = []
         self._fill(0 if strategy == GPU_ONLY else cell.on_cpu)
@@ -142,16 +144,26 @@ class Run:
     def tokens_per_s(self, seconds: float) -> float:
         """Of the next `seconds`."""
         engine, begin = self._engine, time.perf_counter()
-        while time.perf_counter() - begin < seconds and (self._cell.mixed or engine.has_work):
+        self._start_s = self._start_s or begin
+        first = engine.num_iterations
+        while self._cell.mixed or engine.has_work:
+            if time.perf_counter() - begin >= seconds and self._took_turns(first):
+                break
             stats = engine.stats() if self._cell.mixed else None
             if stats is not None:
                 there = stats.waiting + stats.running_gpu + stats.running_cpu
                 self._new += [engine.add(*self._request()) for _ in range(self._at_once - there)]
             engine.step()
         end = time.perf_counter()
+        assert self._start_s is not None
         tokens = sum(tokens_between(r, begin, end, self._start_s) for r in self._begun)
         tokens += sum(tokens_between(r, begin, end, None) for r in self._new)
         return tokens / (end - begin)
+
+    def _took_turns(self, first: int) -> bool:
+        """Whether what is parked had time for a token since that iteration."""
+        passes = self._engine.num_iterations - first
+        return passes > self._engine.model_config.num_layers or not self._engine.stats().parked
 
 
 def measure(

@@ -91,6 +91,7 @@ def costs() -> CostModel:
         prefill_attention=grid(base.prefill_attention_us, points.chunks, points.prefixes),
         cpu_attention=grid(decodes(base.cpu_attention_us), points.cpu_requests, points.cpu_tokens),
         hand_off=Line(points.cpu_requests, tuple(25.0 + n / 4 for n in points.cpu_requests)),
+        layerwise=Line(points.cpu_requests, (25.0,) * len(points.cpu_requests)),
         copy=Line(points.copy_blocks, tuple(map(base.copy_us, points.copy_blocks))),
     )
     return CorrectedCostModel(MeasuredCostModel(tables))

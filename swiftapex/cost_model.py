@@ -48,6 +48,10 @@ class CostModel(Protocol):
         """What the GPU side spends besides when it hands `rows` rows to the CPU and takes their
         attention back."""
 
+    def layerwise_us(self, rows: int) -> float:
+        """What a layer over `rows` rows takes besides where cohorts may join it, so that no whole
+        pass is recorded and replayed."""
+
     def host_us(self, kind: str) -> float:
         """Of a whole iteration: the host's time to launch one of HOST_KINDS, which no iteration
         is shorter than."""
@@ -158,6 +162,10 @@ class AnalyticCostModel:
 
     def hand_off_us(self, rows: int) -> float:
         """Nothing: `task_us` holds the signals."""
+        return 0.0
+
+    def layerwise_us(self, rows: int) -> float:
+        """Nothing."""
         return 0.0
 
     def host_us(self, kind: str) -> float:
@@ -287,6 +295,7 @@ def overlap_us(
         attention = gpu_side_attention_us(cost, load)
     layers = cost.num_layers * (cost.linear_us(rows) + attention)
     if in_flight:
+        layers += cost.num_layers * cost.layerwise_us(rows)
         layers += cohorts * cost.hand_off_us(-(-in_flight // max(1, cohorts)))
     kind = COHORTS if in_flight else CHUNKS if load.chunks else DECODES
     return max(layers + cost.iteration_us(load.completing + riders), cost.host_us(kind))

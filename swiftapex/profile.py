@@ -118,6 +118,7 @@ def _lines(profile: store.Profile) -> list[str]:
         *_line("linear stages over rows", tables.linear),
         *_line("iteration besides its layers, over completing rows", tables.iteration),
         *_line("hand-off of rows to the CPU", tables.hand_off),
+        *_line("a layer launched by itself, beside one of a recorded pass", tables.layerwise),
         *_line("copy between the sides (all layers) over tokens", tables.copy),
         *_grid("GPU decode attention", "requests", "tokens", tables.gpu_attention),
         *_grid("prefill attention", "chunk", "prefix", tables.prefill_attention),

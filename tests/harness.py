@@ -36,6 +36,7 @@ class ConstantCostModel:
     cpu_fixed: float = 0.0
     iteration: float = 0.0
     hand_off_row: float = 0.0
+    layerwise: float = 0.0
     host: float = 0.0
     copy_token: float = 0.0
 
@@ -56,6 +57,9 @@ class ConstantCostModel:
 
     def hand_off_us(self, rows: int) -> float:
         return rows * self.hand_off_row
+
+    def layerwise_us(self, rows: int) -> float:
+        return self.layerwise
 
     def host_us(self, kind: str) -> float:
         return self.host

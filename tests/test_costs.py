@@ -107,6 +107,7 @@ def constant_tables(**change: object) -> Tables:
         "prefill_attention": Grid((1, 1000), (0, 1000), ((0.5, 0.5), (500.0, 500.0))),
         "cpu_attention": Grid((1,), tokens, ((1.0, 1000.0),)),
         "hand_off": Line((1,), (0.0,)),
+        "layerwise": Line((1,), (0.0,)),
         "copy": Line((1, 1000), (2.0, 2000.0)),
     }
     return Tables(**{**lines, **change})  # type: ignore[arg-type]
@@ -167,6 +168,9 @@ def test_what_an_iteration_costs_besides_its_layers() -> None:
     assert asymmetric_us(cost, first, second) == 2 * (100 + 100 + 2 * 3) + 7
     # 6 parked in 2 cohorts: two hand-offs of three rows in a pass
     assert overlap_us(cost, first, 6, cohorts=2) == 2 * 100 + 7 + 2 * 9
+    apart = replace(cost, layerwise=5)
+    assert overlap_us(apart, first, 6, cohorts=2) == 2 * (100 + 5) + 7 + 2 * 9
+    assert overlap_us(apart, first, 0) == gpu_only_us(apart, first) == 2 * 100 + 7
     slow_host = ConstantCostModel(num_layers=2, host=1e6)
     for us in (
         gpu_only_us(slow_host, first),
@@ -183,8 +187,10 @@ def test_measured_model_reads_its_tables_and_missing_ones_cost_nothing() -> None
     assert cost.linear_us(0) == 0 and cost.linear_us(300) == cost.linear_us(10_000) == 10
     assert cost.host_us(TWO_BATCHES) == 7 and cost.host_us("unheard of") == 0
     assert cost.copy_us(500) == pytest.approx(1000)
-    alone = MeasuredCostModel(constant_tables(cpu_attention=Grid(), hand_off=Line(), copy=Line()))
+    nothing = {"hand_off": Line(), "layerwise": Line(), "copy": Line()}
+    alone = MeasuredCostModel(constant_tables(cpu_attention=Grid(), **nothing))
     assert alone.cpu_attention_us(100) == alone.hand_off_us(3) == alone.copy_us(9) == 0
+    assert alone.layerwise_us(30) == 0
 
 
 def test_tables_survive_json() -> None:

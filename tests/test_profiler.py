@@ -76,6 +76,8 @@ class FakeExecutor:
         if plan.pipeline.endswith("LinearStages"):
             return self.cost.iteration + self.cost.num_layers * self.cost.linear_us(load.rows)
         us = gpu_only_us(self.cost, load)
+        if plan.pipeline == "async_overlap":
+            us += self.cost.num_layers * self.cost.layerwise_us(load.rows)
         us += self.cost.num_layers * (
             self.cost.cpu_attention_us(load.cpu_tokens) + self.cost.hand_off_us(load.cpu_requests)
         )
@@ -155,7 +157,7 @@ def test_a_device_that_works_beside_the_host(
 ) -> None:
     cost = ConstantCostModel(
         num_layers=8, linear_fixed=200, linear_row=1.5, gpu_token=0.02, prefill_token=0.4,
-        cpu_token=0.3, cpu_fixed=40, iteration=350, hand_off_row=2, copy_token=2.0,
+        cpu_token=0.3, cpu_fixed=40, iteration=350, hand_off_row=2, copy_token=2.0, layerwise=25,
     )  # fmt: skip
     executor = AheadExecutor(cost, host_us)
     monkeypatch.setattr(probe_module.time, "perf_counter", lambda: executor.now)
@@ -171,12 +173,14 @@ def test_a_device_that_works_beside_the_host(
         assert mine == pytest.approx(max(theirs, host_us), rel=0.08)
     if host_us < 1000:  # else the copies are shorter than their launches
         assert found.copy_us(512) == pytest.approx(cost.copy_us(512), rel=0.05)
+        assert found.layerwise_us(30) == pytest.approx(25, rel=0.05)
 
 
 def test_without_a_cpu_side_its_tables_are_empty(fake: FakeExecutor) -> None:
     points = dataclasses.replace(POINTS, cpu_requests=(), cpu_tokens=(), copy_blocks=())
     tables = profile(Probe(fake, {GPU: 256, CPU: 0}, 16), points, 8)
     assert not (tables.cpu_attention.xs or tables.hand_off.xs or tables.copy.xs)
+    assert not tables.layerwise.xs
     assert tables.linear.xs and tables.gpu_attention.xs
 
 

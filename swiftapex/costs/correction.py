@@ -69,6 +69,9 @@ class CorrectedCostModel:
     def hand_off_us(self, rows: int) -> float:
         return self._base.hand_off_us(rows) * self.factors[REST]
 
+    def layerwise_us(self, rows: int) -> float:
+        return self._base.layerwise_us(rows) * self.factors[REST]
+
     def host_us(self, kind: str) -> float:
         return self._base.host_us(kind) * self.factors[REST]
 

@@ -24,8 +24,8 @@ class MeasuredCostModel:
         prefill = _surface(tables.prefill_attention)
         self._prefill = lru_cache(_CHUNKS)(prefill) if prefill else None
         self._cpu = _surface(tables.cpu_attention)
-        hand_off = _curve(tables.hand_off)
-        self._hand_off = hand_off.dense(_DENSE_ROWS) if hand_off else [0.0] * (_DENSE_ROWS + 1)
+        self._hand_off = _dense(tables.hand_off)
+        self._layerwise = _dense(tables.layerwise)
         self._copy = _curve(tables.copy)
         self._host_us = dict(tables.host_us)
 
@@ -50,6 +50,9 @@ class MeasuredCostModel:
     def hand_off_us(self, rows: int) -> float:
         return self._hand_off[min(rows, _DENSE_ROWS)]
 
+    def layerwise_us(self, rows: int) -> float:
+        return self._layerwise[min(rows, _DENSE_ROWS)]
+
     def host_us(self, kind: str) -> float:
         return self._host_us.get(kind, 0.0)
 
@@ -59,6 +62,11 @@ class MeasuredCostModel:
 
 def _curve(line: Line) -> Curve | None:
     return Curve(line.xs, line.us) if line.xs else None
+
+
+def _dense(line: Line) -> list[float]:
+    curve = _curve(line)
+    return curve.dense(_DENSE_ROWS) if curve else [0.0] * (_DENSE_ROWS + 1)
 
 
 def _surface(grid: Grid) -> Surface | None:

@@ -163,6 +163,7 @@ class Tables:
     prefill_attention: Grid  # one chunk over (tokens, tokens before them)
     cpu_attention: Grid  # one task over (requests, tokens of KV in all), hand-off included
     hand_off: Line  # what rows handed to the CPU cost the GPU side besides, over rows
+    layerwise: Line  # what layers take besides in passes that cohorts may join, over rows
     copy: Line  # of a move between the sides, all layers, over tokens
     host_us: Mapping[str, float] = field(default_factory=dict)  # of a pass, per kind of launch
 
@@ -180,6 +181,7 @@ class Tables:
             prefill_attention=_grid(data["prefill_attention"]),
             cpu_attention=_grid(data["cpu_attention"]),
             hand_off=_line(data["hand_off"]),
+            layerwise=_line(data.get("layerwise", {"xs": (), "us": ()})),  # older results
             copy=_line(data["copy"]),
             host_us={str(k): float(v) for k, v in data["host_us"].items()},
         )

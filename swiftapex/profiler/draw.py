@@ -21,6 +21,7 @@ def draw(tables: Tables, title: str, path: Path) -> None:
     _grid(panels[1, 1], tables.cpu_attention, "CPU decode attention", "tokens", "requests")
     _line(panels[2, 0], tables.iteration, "an iteration besides its layers", "completing rows")
     _line(panels[2, 0], tables.hand_off, "hand-off, a layer", "rows")
+    _line(panels[2, 0], tables.layerwise, "a layer launched by itself", "rows")
     _line(panels[2, 1], tables.copy, "copy between the sides, all layers", "tokens")
     figure.savefig(path)
 

@@ -19,7 +19,7 @@ from swiftapex.kv.sizing import KVSizes
 from swiftapex.model.config import ModelConfig
 from swiftapex.profiler.measure import Points
 
-FORMAT = 1  # of the tables; another number makes all older profiles strangers
+FORMAT = 2  # of the tables; another number makes all older profiles strangers
 _NATIVE = ("swiftapex._kernels_cpu", "swiftapex._kernels_cuda")
 # The Python code that a pass runs through: what it launches, and how, is part of what is measured.
 _CODE = (

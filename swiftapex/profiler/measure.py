@@ -7,6 +7,7 @@ Every figure comes from whole iterations of real pipelines, by difference:
                 more rows, which only passes with chunks have, the layers without attention
     attention   what longer contexts, chunks or CPU decodes add to an iteration of as many rows
     hand-off    what an asymmetric iteration takes beyond its two sub-batches' linear stages
+    layerwise   what a pass of asynchronous overlap without cohorts takes beyond one of GPU decodes
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class _Measurement:
         p = points
         self._total = len(p.sampled) * 2 + len(p.decode_rows) + len(p.chunk_rows) + 2
         self._total += len(p.gpu_requests) * len(p.gpu_tokens) + len(p.chunks) * len(p.prefixes)
-        self._total += len(p.cpu_requests) * (len(p.cpu_tokens) + 2) + len(p.copy_blocks)
+        self._total += len(p.cpu_requests) * (len(p.cpu_tokens) + 4) + len(p.copy_blocks)
         self._iteration = Curve([1], [0.0])
         self._linear = Curve([1], [0.0])
 
@@ -131,6 +132,7 @@ class _Measurement:
             prefill_attention=self._measure_prefill(),
             cpu_attention=self._measure_cpu_attention(),
             hand_off=self._measure_hand_off(),
+            layerwise=self._measure_layerwise(),
             copy=self._measure_copies(),
             host_us=self._measure_host(),
         )
@@ -199,6 +201,18 @@ class _Measurement:
                 known = whole if host > 0.95 * whole else known
             times.append(max(0.0, whole - known) / self._layers)
         return Line(p.cpu_requests, tuple(times))
+
+    def _measure_layerwise(self) -> Line:
+        """Where passes are recorded; elsewhere all are launched layer by layer."""
+        rows = self._points.cpu_requests if self._probe.runs_ahead else ()
+        return Line(rows, tuple(map(self._layerwise, rows)))
+
+    def _layerwise(self, rows: int) -> float:
+        batch = decodes(GPU, rows, rows)
+        apart, whole = (
+            self._time(pipeline, batch, sampled=1) for pipeline in ("async_overlap", "sequential")
+        )
+        return max(0.0, apart - whole) / self._layers
 
     def _measure_copies(self) -> Line:
         p = self._points
