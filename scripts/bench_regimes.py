@@ -38,7 +38,7 @@ STRATEGIES = (GPU_ONLY, MODEL_BASED, *OTHERS)
 OUTPUTS = (50, 200, 500)
 BOUNDS = {"over_gpu_only": 0.99, "over_neo_and_apex": 0.98}
 _SETUP_S = 9.0  # of a regime's two engines on an H200, without CPU KV
-_PIN_S_PER_GIB = 0.4  # of CPU KV
+_PIN_S_PER_GIB = 0.2  # of CPU KV
 _PROFILE_S = 80.0
 
 
@@ -46,16 +46,16 @@ _PROFILE_S = 80.0
 class Regime:
     """`gpu_kv` in tokens; `sms` None: the whole GPU. `at_once`: requests at a time, None: as many
     as there is KV for. `in_flight`: policy -> requests in progress when the warm-up begins, for
-    each of OUTPUTS: about what it settles at on a clock that runs by the closed forms or, for
-    `model_based` on 8 multiprocessors, by measured tables (None: all that fit; so too for policies
-    that are not named)."""
+    each of OUTPUTS, `N` or `N:share` as in `bench_hybrid.py`'s lengths: about what it settles at on
+    a clock that runs by the closed forms or, for `model_based` on 8 multiprocessors, by measured
+    tables (None: all that fit; so too for policies that are not named)."""
 
     model: str
     sms: int | None
     gpu_kv: int
     mean_input: int
     at_once: int | None = None
-    in_flight: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
+    in_flight: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
 
 
 REGIMES = {
@@ -64,28 +64,44 @@ REGIMES = {
         8,
         4096,
         400,
-        in_flight={"neo": (18, 70, 80), "apex": (116, None, 165), MODEL_BASED: (75, None, None)},
+        in_flight={
+            "neo": ("18", "70", "80"),
+            "apex": ("116", None, "165"),
+            MODEL_BASED: ("85:0.88", "285", "225"),
+        },
     ),
     "t4-864": Regime(
         "llama2-7b",
         8,
         864,
         250,  # with 500 tokens, +10 %, it fits into 864
-        in_flight={"neo": (23, 90, 100), "apex": (240, None, 195), MODEL_BASED: (66, None, None)},
+        in_flight={
+            "neo": ("23", "90", "100"),
+            "apex": ("240", None, "195"),
+            MODEL_BASED: ("130:0.9", "220:0.95", None),
+        },
     ),
     "a10g-26400": Regime(
         "llama3.1-8b",
         8,
         26_400,
         1000,
-        in_flight={"neo": (28, 29, 70), "apex": (150, 205, 320), MODEL_BASED: (24, 130, 480)},
+        in_flight={
+            "neo": ("28", "29", "70"),
+            "apex": ("150", "205", "320"),
+            MODEL_BASED: ("24", "110:0.8", "480:0.5"),
+        },
     ),
     "uncapped": Regime(
         "llama2-7b",
         None,
         65_536,
         400,
-        in_flight={"neo": (150, 138, 115), "apex": (253, 245, 215), MODEL_BASED: (145, 130, 220)},
+        in_flight={
+            "neo": ("150", "138", "115"),
+            "apex": ("253", "245", "215"),
+            MODEL_BASED: ("145", "130", "220"),
+        },
     ),
     "low-batch": Regime("llama2-7b", None, 65_536, 400, at_once=4),
 }
@@ -110,14 +126,16 @@ class Cell:
             "sms": regime.sms if args.device == "cuda" else None,
             "gpu_kv": regime.gpu_kv,
             "at_once": regime.at_once,
-            "requests": self._in_flight() or args.requests,
             "profile": "auto" if self.strategy == GPU_ONLY else args.profile,
         }
         return argparse.Namespace(**vars(args) | own)
 
-    def _in_flight(self) -> int | None:
-        numbers = REGIMES[self.regime].in_flight.get(self.strategy)
-        return numbers[OUTPUTS.index(self.output)] if numbers and self.output in OUTPUTS else None
+    def lengths(self) -> str:
+        """`bench_hybrid`'s, and what the window begins with."""
+        regime = REGIMES[self.regime]
+        starts = regime.in_flight.get(self.strategy)
+        start = starts[OUTPUTS.index(self.output)] if starts and self.output in OUTPUTS else None
+        return f"{regime.mean_input}x{self.output}" + (f"@{start}" if start else "")
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -220,8 +238,7 @@ def run(args: argparse.Namespace, todo: Sequence[Cell]) -> Iterator[dict[str, An
                 engines[alone] = stack.enter_context(closing(make_engine(own, cell.strategy)))
                 seconds = time.perf_counter() - begin
                 print(f"{cell.regime}: an engine in {seconds:.1f} s", file=sys.stderr, flush=True)
-            lengths = f"{REGIMES[cell.regime].mean_input}x{cell.output}"
-            yield cell.key | measure(engines[alone], cell.strategy, lengths, "window", own)
+            yield cell.key | measure(engines[alone], cell.strategy, cell.lengths(), "window", own)
 
 
 def estimate_s(args: argparse.Namespace, todo: Sequence[Cell]) -> float:
@@ -261,7 +278,7 @@ def main() -> None:
     parser.add_argument("--model", help="instead of the regimes' models")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--cpu-gib", type=float, default=48)
+    parser.add_argument("--cpu-gib", type=float, default=74)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-len", type=int, default=2048)
