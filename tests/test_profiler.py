@@ -298,6 +298,37 @@ def test_a_broken_file_is_no_profile(tmp_path: Path, text: str) -> None:
         store.read(tmp_path / "nowhere.json", a_print())
 
 
+@pytest.mark.parametrize(
+    ("table", "broken"),
+    [
+        ("linear", {"xs": [], "us": []}),
+        ("linear", {"xs": [1, 8], "us": ["3.5", "4"]}),
+        ("layerwise", {"xs": [1, 8], "us": [3.5]}),
+        ("layerwise", {"xs": [8, 1], "us": [3.5, 4.0]}),
+        ("copy", {"xs": [1, 8], "us": [float("nan"), 4.0]}),
+        ("cpu_attention", {"xs": [1], "ys": [8, 9], "us": [[3.5]]}),
+        ("cpu_attention", {"xs": [1], "ys": [8, 9], "us": [[None, None]]}),
+        ("host_us", [1.0]),
+    ],
+)
+def test_tables_that_no_model_can_read_are_no_profile(
+    tmp_path: Path, fake: FakeExecutor, table: str, broken: Any
+) -> None:
+    """Be it another engine's, whose file lies beside."""
+    tables = profile(Probe(fake, {GPU: 256, CPU: 1024}, 16), POINTS, 8)
+    path = store.write(tmp_path, store.Profile(a_print(), tables, 1.5))
+    data = json.loads(path.read_text())
+    for changed in (
+        {**data, "tables": {**data["tables"], table: broken}},
+        {**data, "fingerprint": [data["fingerprint"]]},
+    ):
+        path.write_text(json.dumps(changed))
+        assert store.find(tmp_path, a_print(dtype="float16")) is None
+        assert store.find(tmp_path, a_print()) is None
+        with pytest.raises(ConfigError, match="holds no profile"):
+            store.read(path, a_print())
+
+
 # A real engine
 
 TINY = ModelSection(architecture="tiny", weights="dummy", num_layers=2, dtype="float32")

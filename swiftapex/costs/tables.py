@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -173,9 +174,12 @@ class Tables:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Tables:
         """ValueError, KeyError or TypeError where `data` is not what `as_dict` gave."""
+        linear = _line(data["linear"])
+        if not linear.xs:
+            raise ValueError("no linear stage was measured")
         return Tables(
             num_layers=int(data["num_layers"]),
-            linear=_line(data["linear"]),
+            linear=linear,
             iteration=_line(data["iteration"]),
             gpu_attention=_grid(data["gpu_attention"]),
             prefill_attention=_grid(data["prefill_attention"]),
@@ -183,13 +187,33 @@ class Tables:
             hand_off=_line(data["hand_off"]),
             layerwise=_line(data.get("layerwise", {"xs": (), "us": ()})),  # older results
             copy=_line(data["copy"]),
-            host_us={str(k): float(v) for k, v in data["host_us"].items()},
+            host_us={str(k): float(v) for k, v in dict(data["host_us"]).items()},
         )
 
 
 def _line(data: Mapping[str, Any]) -> Line:
-    return Line(tuple(data["xs"]), tuple(data["us"]))
+    xs, us = _rising(data["xs"]), tuple(map(_number, data["us"]))
+    if len(us) != len(xs):
+        raise ValueError(f"a line of {len(xs)} points has {len(us)} times")
+    return Line(xs, us)
 
 
 def _grid(data: Mapping[str, Any]) -> Grid:
-    return Grid(tuple(data["xs"]), tuple(data["ys"]), tuple(tuple(row) for row in data["us"]))
+    xs, ys = _rising(data["xs"]), _rising(data["ys"])
+    us = tuple(tuple(None if t is None else _number(t) for t in row) for row in data["us"])
+    if [len(row) for row in us] != [len(ys)] * len(xs) or any(set(row) <= {None} for row in us):
+        raise ValueError(f"a grid of {len(xs)} by {len(ys)} points has other times, or a row none")
+    return Grid(xs, ys, us)
+
+
+def _rising(values: Sequence[Any]) -> tuple[float, ...]:
+    numbers = tuple(map(_number, values))
+    if list(numbers) != sorted(set(numbers)):
+        raise ValueError(f"{values}: expected rising numbers")
+    return numbers
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(f"{value!r}: expected a number")
+    return value

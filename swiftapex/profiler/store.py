@@ -107,4 +107,7 @@ def _reaches(there: Any, here: Any) -> bool:
 
 def _read(path: Path) -> Profile:
     data = json.loads(path.read_text(encoding="utf-8"))
-    return Profile(data["fingerprint"], Tables.from_dict(data["tables"]), float(data["seconds"]))
+    fingerprint = data["fingerprint"]
+    if not isinstance(fingerprint, dict):
+        raise TypeError("the fingerprint is not a mapping")
+    return Profile(fingerprint, Tables.from_dict(data["tables"]), float(data["seconds"]))
