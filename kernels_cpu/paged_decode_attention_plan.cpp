@@ -10,9 +10,9 @@ namespace {
 constexpr int kMinPieceTokens = 128;  // rows are not cut into shorter pieces to occupy threads
 
 // Rows are divided by kv heads, which needs no merge: so that there is one for every thread, and
-// further, in ranges of two heads at least, until a thread has about so many pieces, as those that
-// it has not begun can be taken over by threads that are done. A row of more tokens counts as
-// several: the longer the runs in which its blocks are read, the better.
+// further, in ranges of two heads where their number allows, until a thread has about so many
+// pieces, as those that it has not begun can be taken over by threads that are done. A row of more
+// tokens counts as several: the longer the runs in which its blocks are read, the better.
 constexpr int kThreadPieces = 8;
 constexpr int kWholePieceTokens = 4096;
 

@@ -106,7 +106,9 @@ class _Measurement:
         p = points
         self._total = len(p.sampled) * 2 + len(p.decode_rows) + len(p.chunk_rows) + 2
         self._total += len(p.gpu_requests) * len(p.gpu_tokens) + len(p.chunks) * len(p.prefixes)
-        self._total += len(p.cpu_requests) * (len(p.cpu_tokens) + 4) + len(p.copy_blocks)
+        layerwise = 2 if probe.runs_ahead else 0
+        self._total += len(p.cpu_requests) * (len(p.cpu_tokens) + 2 + layerwise)
+        self._total += len(p.copy_blocks)
         self._iteration = Curve([1], [0.0])
         self._linear = Curve([1], [0.0])
 
