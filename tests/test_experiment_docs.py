@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,10 @@ from swiftapex.config.schema import (
     RunConfig,
     WorkloadConfig,
 )
+from swiftapex.core.plugins import load_class
 from swiftapex.model.config import _ARCHITECTURES
+from swiftapex.policies import POLICIES
+from swiftapex.policies.fixed import Fixed
 from swiftapex.run_experiment import check_runs
 
 TEXT = (Path(__file__).parent.parent / "docs" / "experiments.md").read_text()
@@ -75,3 +79,22 @@ def test_the_documented_experiment_is_valid(tmp_path: Path) -> None:
     experiment = load_experiment(tmp_path / "exp.yaml")
     check_runs(experiment)
     assert len(experiment.runs) == 4
+
+
+def test_every_argument_of_a_policy_is_there_with_its_default() -> None:
+    classes = {n: load_class("policy", n, POLICIES) for n in POLICIES}
+    taken = {
+        (name, argument.name, yaml.safe_dump(argument.default).split("\n")[0])
+        for name, made in {**classes, "fixed:<pipeline>": Fixed}.items()
+        if made.__init__ is not object.__init__
+        for argument in inspect.signature(made).parameters.values()
+        if argument.name != "pipeline"
+    }
+    table = TEXT.split("### Arguments of policies", 1)[1].split("\n\n")[1]
+    rows = [[cell.strip() for cell in row.split("|")] for row in table.split("\n")[2:]]
+    told = {
+        (name.strip("` "), row[2].strip("`"), row[3].strip("`"))
+        for row in rows
+        for name in row[1].split(",")
+    }
+    assert told == taken

@@ -409,7 +409,14 @@ def test_the_command_shows_redoes_and_draws(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--model", "unheard-of"], ["nowhere.yaml"], ["a.yaml", "--model", "tiny"]]
+    "arguments",
+    [
+        [],
+        ["--model", "unheard-of"],
+        ["nowhere.yaml"],
+        ["a.yaml", "--model", "tiny"],
+        ["--model", "tiny", "--draw", "curves.xyz"],
+    ],
 )
 def test_wrong_command_lines_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

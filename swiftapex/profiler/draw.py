@@ -10,6 +10,11 @@ from matplotlib.figure import Figure
 from swiftapex.costs.tables import Grid, Line, Tables
 
 
+def formats() -> list[str]:
+    """Suffixes of the pictures that can be drawn, without the dot."""
+    return sorted(Figure().canvas.get_supported_filetypes())
+
+
 def draw(tables: Tables, title: str, path: Path) -> None:
     """One panel per table, in the format of the path's suffix. Points are what was measured."""
     figure = Figure(figsize=(11, 9), layout="constrained")
