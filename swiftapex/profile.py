@@ -31,13 +31,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = _parser().parse_args(arguments)
-    from swiftapex.profiler.draw import draw, formats  # matplotlib takes a second to load
-
-    if options.draw and options.draw.suffix.removeprefix(".") not in formats():
-        known = ", ".join(formats())
-        print(f"error: --draw {options.draw}: expected a file of type {known}", file=sys.stderr)
-        return 2
     try:
+        _check_picture(options.draw)
         model, engine, policy, policy_args = _subject(options)
         standing = _engine(model, engine, policy, policy_args)
     except (ConfigError, ModelLoadError) as error:
@@ -54,10 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = store.path_of(profiled.folder, found.fingerprint)
     print("\n".join(_lines(found)))
     picture = options.draw or path.with_suffix(".svg")
+    from swiftapex.profiler.draw import draw  # matplotlib takes a second to load
+
     draw(found.tables, _title(found.fingerprint), picture)
     print(f"curves: {picture}")
     print(path)
     return 0
+
+
+def _check_picture(path: Path | None) -> None:
+    """ConfigError for a type that cannot be drawn, before anything is measured."""
+    if path is None:
+        return
+    from swiftapex.profiler.draw import formats
+
+    if path.suffix.removeprefix(".") not in formats():
+        raise ConfigError(f"--draw {path}: expected a file of type {', '.join(formats())}")
 
 
 def _engine(
