@@ -1,16 +1,18 @@
 """Predicted against measured iterations, and the chosen against the fastest strategy, cell by cell.
 
     python scripts/bench_prediction.py --sms 8 --only-profile   # first, in a process of its own
-    python scripts/bench_prediction.py --sms 8 --seconds 2
+    python scripts/bench_prediction.py --sms 8
 
 A cell is a size of the GPU's KV, a number of requests on the CPU and a kind of workload. In
 `decode` all requests are in progress and nothing is prefilled; in `mixed` a new request comes
 whenever one ends. Each strategy begins each cell as on a new engine, with the same requests: drawn
 anew from one seed, at the same progress, first on the GPU until it is full, then on the CPU. Only
 GPU-only, which would leave those on the CPU lie for ever, is spared them (`decode`), or has them
-wait as prompts (`mixed`). Cells of one GPU KV size share an engine, GPU-only too, which leaves the
-staging area's blocks to the others. The profile is read from the cache (measured where there is
-none: a line tells which) and does not learn: online correction is off.
+wait as prompts (`mixed`). So do those that a strategy would not keep on the CPU in the long run
+(`KEEPS`): a window that began with them would show how fast it gets rid of them, without prompts.
+Cells of one GPU KV size share an engine, GPU-only too, which leaves the staging area's blocks to
+the others. The profile is read from the cache (measured where there is none: a line tells which)
+and does not learn: online correction is off.
 
 Without requests on the CPU there is nothing for a pipeline with two sides to decode there: in such
 a `decode` cell GPU-only runs, and the policy, and the GPU keeps room for its requests to grow, so
@@ -24,8 +26,9 @@ the end is taken to last as long as the one before.
 Prints a line of JSON per cell and strategy: tokens per second, and by pipeline the number of
 iterations, median time and the 50th and 90th percentile of |predicted - measured| / measured. Then
 one per cell: the fastest forced strategy, the one that the policy under test picked (the pipeline
-that had most of its time), that one's forced rate over the fastest, and the policy's own. Last the
-summary; Ctrl-C and SIGTERM leave the rest out, and still print it.
+that had most of its time), that one's forced rate over the fastest, and the policy's own, since it
+may mix strategies from one iteration to the next. Last the summary; Ctrl-C and SIGTERM leave the
+rest out, and still print it.
 """
 
 from __future__ import annotations
@@ -59,7 +62,18 @@ from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
 
 _GROWTH = 96  # tokens that a GPU request may grow by in a `decode` cell without CPU requests
-_DECODE_SHARE = 0.6  # of --seconds: such cells vary less
+_DECODE_SHARE = 0.25  # of --seconds and --warmup: such cells vary less
+# Requests on the CPU in the long run, where a strategy keeps fewer there than the `mixed` cell (GPU
+# KV, CPU requests) has: by a simulation of these workloads over tables measured on 8
+# multiprocessors of an H200 with 14 threads.
+KEEPS = {
+    (864, 64): {"fixed:asymmetric": 45},
+    (864, 256): {"fixed:asymmetric": 50, "model_based": 95},
+    (4096, 64): {"fixed:asymmetric": 45},
+    (4096, 256): {"fixed:asymmetric": 45, "model_based": 110},
+    (26_400, 64): {"fixed:async_overlap": 14, "model_based": 0},
+    (26_400, 256): {"fixed:asymmetric": 60, "fixed:async_overlap": 20, "model_based": 125},
+}
 _SETUP_S, _PIN_S_PER_GIB, _RUN_S = 5.0, 0.4, 0.2  # of an engine, of a run beside its time; H200
 
 
@@ -98,6 +112,18 @@ class Cell:
         forced = FORCED if self.on_cpu or self.mixed else (GPU_ONLY,)
         return (*forced, policy)
 
+    def begins_with(self, strategy: str) -> int:
+        """Requests on the CPU."""
+        if strategy == GPU_ONLY:
+            return 0
+        keeps = KEEPS.get((self.gpu_kv, self.on_cpu), {}) if self.mixed else {}
+        return keeps.get(strategy, self.on_cpu)
+
+    @property
+    def share(self) -> float:
+        """Of --seconds and --warmup."""
+        return 1.0 if self.mixed else _DECODE_SHARE
+
 
 class Run:
     """An engine in the state of a cell, under a strategy, kept there."""
@@ -110,7 +136,7 @@ class Run:
         self._start_s: float | None = None  # of the first iteration
         self._begun: list[Request] = []  # in progress
         self._new: list[Request] = []
-        self._fill(0 if strategy == GPU_ONLY else cell.on_cpu)
+        self._fill(cell.begins_with(strategy))
         self.held = engine.stats()
         self._at_once = self.held.running_gpu + cell.on_cpu
 
@@ -170,9 +196,9 @@ def measure(
     args: argparse.Namespace, engine: Engine, cell: Cell, strategy: str
 ) -> tuple[dict[str, Any], list[IterationRecord]]:
     run = Run(args, engine, cell, strategy)
-    run.tokens_per_s(args.warmup)
+    run.tokens_per_s(args.warmup * cell.share)
     engine.iterations.clear()
-    rate = run.tokens_per_s(args.seconds * (1.0 if cell.mixed else _DECODE_SHARE))
+    rate = run.tokens_per_s(args.seconds * cell.share)
     records = list(engine.iterations)
     line = {
         "gpu_kv": cell.gpu_kv,
@@ -195,7 +221,7 @@ def compare(args: argparse.Namespace, engine: Engine, cell: Cell, found: Found) 
         line, records = measure(args, engine, cell, strategy)
         print(json.dumps(line), flush=True)
         held = line["cpu_requests"]
-        if not line["gpu_requests"] or (strategy != GPU_ONLY and held < cell.on_cpu):
+        if not line["gpu_requests"] or held < cell.begins_with(strategy):
             only = {"gpu_requests": line["gpu_requests"], "cpu_requests": held}
             found.cells.append({"cell": list(vars(cell).values()), "holds_only": only})
             print(json.dumps(found.cells[-1]), flush=True)
@@ -209,8 +235,7 @@ def compare(args: argparse.Namespace, engine: Engine, cell: Cell, found: Found) 
 def estimate_s(args: argparse.Namespace, cells: Sequence[Cell], gib: float) -> float:
     """On an H200, without profiles. `gib`: of the CPU's KV."""
     runs: float = sum(
-        len(cell.strategies(args.policy))
-        * (_RUN_S + args.warmup + args.seconds * (1.0 if cell.mixed else _DECODE_SHARE))
+        len(cell.strategies(args.policy)) * (_RUN_S + (args.warmup + args.seconds) * cell.share)
         for cell in cells
     )
     return runs + len(args.gpu_kv) * (_SETUP_S + _PIN_S_PER_GIB * gib)
@@ -244,8 +269,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--input", type=int, default=200)
     parser.add_argument("--output", type=int, default=100)
-    parser.add_argument("--warmup", type=float, default=0.3)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--warmup", type=float, default=1.5)
+    parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profiles", help="folder of profiles; default: the user's cache")
     parser.add_argument("--policy", default="model_based", help="under test; one that uses the CPU")

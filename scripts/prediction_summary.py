@@ -78,13 +78,17 @@ class Found:
     cells: list[dict[str, Any]] = field(default_factory=list)
 
     def summary(self, planned: int) -> dict[str, Any]:
-        """`misses`: cells whose picked strategy is not within 2 % of the fastest."""
+        """`good_picks`: the share of cells whose picked strategy is within 2 % of the fastest
+        forced one. `misses`: the others, but for those where the policy itself is, since it may mix
+        strategies from one iteration to the next. `good_cells`: the share without them.
+        """
         pooled: dict[str, list[float]] = {}
         for (strategy, kind), some in self.errors.items():
             for name in ("all", strategy, f"{strategy}, {kind}"):
                 pooled.setdefault(name, []).extend(some)
         judged = [cell for cell in self.cells if "picked_over_fastest" in cell]
-        misses = [cell for cell in judged if cell["picked_over_fastest"] < GOOD]
+        others = [cell for cell in judged if cell["picked_over_fastest"] < GOOD]
+        misses = [cell for cell in others if cell["policy_over_fastest"] < GOOD]
         return {
             "prediction_error": {
                 name: {
@@ -97,7 +101,8 @@ class Found:
             },
             "cells": len(judged),
             "cells_left_out": planned - len(judged),
-            "good_picks": round(1 - len(misses) / len(judged), 4) if judged else None,
+            "good_picks": round(1 - len(others) / len(judged), 4) if judged else None,
+            "good_cells": round(1 - len(misses) / len(judged), 4) if judged else None,
             "misses": misses,
         }
 

@@ -71,13 +71,15 @@ def test_the_summary_pools_errors_and_lists_misses(summary: Any) -> None:
     found.errors["gpu_only", "decode"] = [0.0, 0.1, 0.2]
     found.errors["gpu_only", "mixed"] = [0.4]
     found.errors["mine", "mixed"] = [0.5]
-    missed = {"cell": [864, 0, "mixed"], "picked_over_fastest": 0.97}
-    found.cells += [missed, {"cell": [864, 8, "mixed"], "picked_over_fastest": 0.98}]
+    missed = {"picked_over_fastest": 0.97, "policy_over_fastest": 0.97}
+    found.cells += [missed, missed | {"policy_over_fastest": 0.98}]
+    found.cells += [missed | {"picked_over_fastest": share} for share in (0.98, 1.0)]
     found.cells.append({"cell": [864, 256, "mixed"], "holds_only": {"cpu_requests": 9}})
     told = found.summary(planned=5)
     pooled = told["prediction_error"]
     assert pooled["gpu_only"] == {"iterations": 4, "p50": 0.2, "p90": 0.4}
     assert pooled["all"]["iterations"] == 5 and pooled["mine, mixed"]["p50"] == 0.5
-    assert (told["cells"], told["cells_left_out"], told["good_picks"]) == (2, 3, 0.5)
+    assert (told["cells"], told["cells_left_out"]) == (4, 1)
+    assert (told["good_picks"], told["good_cells"]) == (0.5, 0.75)
     assert told["misses"] == [missed]
     assert summary.Found().summary(planned=1)["good_picks"] is None

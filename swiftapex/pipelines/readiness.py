@@ -110,13 +110,19 @@ class LaunchAhead:
     """Keeps the launching thread at most `limit` layers ahead of the device.
 
     A thread that ran far ahead would ask for tickets long before the pass is really there, and
-    find none ready. `progress` None: the device works synchronously, and is always where the
-    thread is.
+    find none ready. But between two passes it plans, binds and hands out tokens while the device
+    has only what was launched before. So in the last `run_up` layers of `num_layers` it may be a
+    layer further ahead with each. `progress` None: the device works synchronously, and is always
+    where the thread is.
     """
 
-    def __init__(self, limit: int = 2, progress: Progress | None = None) -> None:
-        self._limit = limit
+    def __init__(
+        self, num_layers: int, progress: Progress | None = None, limit: int = 2, run_up: int = 8
+    ) -> None:
+        self._num_layers = num_layers
         self._progress = progress
+        self._limit = limit
+        self._run_up = run_up
         self._launched = 0  # layers
 
     def layer_launched(self) -> None:
@@ -125,11 +131,14 @@ class LaunchAhead:
             self._launched += 1
             self._progress.post(self._launched)
 
-    def wait_until_near(self) -> None:
-        """Blocks until no more than `limit` launched layers are left for the device to do."""
+    def wait_until_near(self, layer: int) -> None:
+        """Before a question at `layer`: blocks until few enough of the launched layers are left for
+        the device to do."""
         progress = self._progress
         if progress is not None:
-            wait_until(lambda: (self._launched - progress.reached()) % 2**31 <= self._limit)
+            left = self._num_layers - 1 - layer
+            most = self._limit + max(0, self._run_up - left)
+            wait_until(lambda: (self._launched - progress.reached()) % 2**31 <= most)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -89,7 +89,7 @@ class Worker:
         self._tracer = None if trace is None else Tracer(trace, self._backends.clock)
         observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
-        launch_ahead = LaunchAhead(progress=self._backends.progress)
+        launch_ahead = LaunchAhead(config.num_layers, self._backends.progress)
 
         def is_traced() -> bool:
             return trace is not None and trace.active
