@@ -3,7 +3,9 @@ are tested in tests/cuda."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ import torch
 
 import swiftapex.figures.kernels as figure_kernels
 import swiftapex.worker.worker as worker_module
+from swiftapex import SamplingParams
 from swiftapex.backends.cuda_segments import CudaSegments, Work
 from swiftapex.backends.reference import ReferenceOps
 from swiftapex.backends.threads import cpu_threads
@@ -22,7 +25,7 @@ from swiftapex.model.config import named_architecture
 from swiftapex.model.dummy import dummy_weights
 from swiftapex.model.stages import Stages
 from tests.cuda_double import cuda_modules, maker
-from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
+from tests.hybrid import STRATEGIES, Pools, Tally, run_schedule, small_engine, strategy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,6 +51,37 @@ def test_tokens_equal_the_oracles(name: str) -> None:
         policy, args = strategy(name, seed)
         run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
     assert tally.cpu_tokens > 0 and not tally.forgiven
+
+
+@pytest.mark.usefixtures("cuda_on_host")
+def test_tokens_are_seen_while_the_next_pass_is_launched() -> None:
+    """By asynchronous overlap, which waits there for the device to come near."""
+    pools = Pools(gpu=6, cpu=64, block_size=16, rows=8, chunk=24)
+    policy, args = strategy("async_overlap", 0)
+    engine = small_engine("mha", pools, policy, args, late=None, device="cuda")
+    executor: Any = engine._executor
+    execute, seen, fetched = executor.execute, [], []
+
+    def execute_and_note(plan: Any) -> Any:
+        result = execute(plan)
+
+        def fetch() -> Any:
+            tokens = result.fetch()
+            if tokens.by_request:
+                fetched.append(time.perf_counter())
+                seen.append(tokens.done_s)
+            return tokens
+
+        return dataclasses.replace(result, fetch=fetch)
+
+    executor.execute = execute_and_note
+    for i in range(12):
+        engine.add([5, 6, 7 + i], SamplingParams(max_tokens=12, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    pairs = [(early, late) for early, late in zip(seen, fetched, strict=True) if early is not None]
+    assert pairs and all(early < late for early, late in pairs)
 
 
 @pytest.mark.usefixtures("cuda_on_host")

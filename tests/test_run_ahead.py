@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import time
+from typing import Any
 
 import pytest
 
@@ -77,6 +80,33 @@ def test_step_returns_every_token_once() -> None:
     assert len(engine.iterations) == 6
     ends = [record.start_s + record.duration_us * 1e-6 for record in engine.iterations]
     assert ends == sorted(ends)
+    engine.close()
+
+
+def test_an_iteration_lasts_until_its_tokens_were_there_not_until_they_were_fetched() -> None:
+    """Launching the next one may take longer, where it waits for the device to come near."""
+    engine = ahead(small_engine("mha", ROOMY, "gpu_only", {}, late=None))
+    executor: Any = engine._executor
+    execute, there_s = executor.execute, []
+
+    def slow(plan: Any) -> Any:
+        result = execute(plan)
+        there_s.append(time.perf_counter())  # seen during the next launch, which takes longer
+        seen_s = there_s[-1]
+        time.sleep(0.02)
+        fetch = result.fetch
+        return dataclasses.replace(
+            result, fetch=lambda: dataclasses.replace(fetch(), done_s=seen_s)
+        )
+
+    executor.execute = slow
+    engine.add([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert [r.start_s + 1e-6 * r.duration_us for r in engine.iterations] == pytest.approx(there_s)
+    assert engine.iterations[0].duration_us < 20_000
+    starts = [record.start_s for record in engine.iterations]
+    assert starts[1:] == pytest.approx(there_s[:-1]), "each begins where the one before ended"
     engine.close()
 
 

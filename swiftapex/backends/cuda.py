@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,19 @@ class _Compute:
     stream: torch.cuda.Stream
     num_sms: int
     green: kernels.GreenContext | None
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaDownload:
+    host: Tensor
+    event: torch.cuda.Event
+
+    def is_here(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> Tensor:
+        self.event.synchronize()
+        return self.host
 
 
 # By device and sm_count: those of backends that were closed. cuBLAS keeps a workspace (33 MiB on an
@@ -109,18 +122,12 @@ class CudaBackend:
             for array, offset in zip(arrays, offsets, strict=True)
         ]
 
-    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Waits for nothing that is launched later."""
+    def download(self, tensor: Tensor) -> _CudaDownload:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-
-        def fetch() -> Tensor:
-            event.synchronize()
-            return host
-
-        return fetch
+        return _CudaDownload(host, event)
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch.dtype

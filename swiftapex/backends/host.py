@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftapex.core.ops import AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    tensor: Tensor
+
+    def is_here(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        return self.tensor
 
 
 class HostBackend(ABC):
@@ -24,8 +36,8 @@ class HostBackend(ABC):
         """The arrays' own memory."""
         return [torch.from_numpy(array) for array in arrays]
 
-    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
+    def download(self, tensor: Tensor) -> _Here:
+        return _Here(tensor)
 
     def rotate_append(
         self,

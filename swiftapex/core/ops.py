@@ -5,7 +5,7 @@ Only types: nothing here imports torch at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -132,6 +132,16 @@ class Memory(Protocol):
         """What the device's memory holds at this moment."""
 
 
+class Download(Protocol):
+    """A tensor on its way to the host."""
+
+    def is_here(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self) -> Tensor:
+        """The tensor. Waits for nothing that was launched later."""
+
+
 class Backend(Protocol):
     """One side's kernels. KV of one layer: [block][kv_head][K|V][token][head_dim]."""
 
@@ -148,8 +158,8 @@ class Backend(Protocol):
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Each array as a tensor where this backend computes. The arrays are not changed later."""
 
-    def download(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts to bring a tensor to the host; the call waits for it."""
+    def download(self, tensor: Tensor) -> Download:
+        """Starts to bring a tensor to the host."""
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, shape: AttentionShape, dtype: torch_dtype

@@ -134,6 +134,7 @@ class Tokens:
 
     by_request: dict[int, int] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)  # request id -> why it has no token
+    done_s: float | None = None  # when they were seen to be there (perf_counter), if before `fetch`
 
 
 @dataclass(frozen=True, slots=True)

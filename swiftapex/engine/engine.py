@@ -411,7 +411,8 @@ class Engine:
             self._fail(f"broken: {type(error).__name__}: {error}")
             raise EngineError(f"an iteration failed: {type(error).__name__}: {error}") from error
         now = time.perf_counter()
-        duration_us = (now - max(launched.record.start_s, self._last_end_s)) * 1e6
+        end = now if tokens.done_s is None else tokens.done_s
+        duration_us = (end - max(launched.record.start_s, self._last_end_s)) * 1e6
         if isinstance(self._cost_model, CorrectedCostModel):
             self._cost_model.observe(launched.plan, duration_us)
         if self._keep_iterations:
@@ -419,7 +420,7 @@ class Engine:
             self.iterations.append(
                 dataclasses.replace(launched.record, start_s=begin, duration_us=duration_us)
             )
-        self._last_end_s = now
+        self._last_end_s = end
         changed = []
         for request_id, token_id in tokens.by_request.items():
             request = self._live.get(request_id)

@@ -113,14 +113,20 @@ class LaunchAhead:
     find none ready. But between two passes it plans, binds and hands out tokens while the device
     has only what was launched before. So in the last `run_up` layers of `num_layers` it may be a
     layer further ahead with each. `progress` None: the device works synchronously, and is always
-    where the thread is.
+    where the thread is. `meanwhile` is called at each look at the device.
     """
 
     def __init__(
-        self, num_layers: int, progress: Progress | None = None, limit: int = 2, run_up: int = 8
+        self,
+        num_layers: int,
+        progress: Progress | None = None,
+        limit: int = 2,
+        run_up: int = 8,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._num_layers = num_layers
         self._progress = progress
+        self._meanwhile = meanwhile
         self._limit = limit
         self._run_up = run_up
         self._launched = 0  # layers
@@ -138,7 +144,11 @@ class LaunchAhead:
         if progress is not None:
             left = self._num_layers - 1 - layer
             most = self._limit + max(0, self._run_up - left)
-            wait_until(lambda: (self._launched - progress.reached()) % 2**31 <= most)
+            wait_until(lambda: self._ahead(progress) <= most)
+
+    def _ahead(self, progress: Progress) -> int:
+        self._meanwhile()
+        return (self._launched - progress.reached()) % 2**31
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from swiftapex.attention import Attention, BoundBatch
 from swiftapex.backends import make_backends
 from swiftapex.config.schema import EngineConfig
-from swiftapex.core.ops import AttentionBatch, Group
+from swiftapex.core.ops import AttentionBatch, Download, Group
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
 from swiftapex.core.plugins import load_class
 from swiftapex.core.records import BusyTimes, DeviceMemory
@@ -50,6 +51,14 @@ class Membership:
     readiness: Readiness
 
 
+@dataclass(slots=True)
+class _Arrival:
+    """Tokens on their way to the host."""
+
+    tokens: Download
+    seen_s: float | None = None  # that they were there
+
+
 class Worker:
     """Executes plans. One per device; knows nothing of queues or policies, and of other workers
     only what `membership` says (None: there are none)."""
@@ -85,11 +94,14 @@ class Worker:
         max_blocks = -(-max_model_len // engine.block_size)
         self._table = RequestTable(max_blocks, weights.device)
         self._staged: list[StagedPrefill] = []
+        self._arrival: _Arrival | None = None  # of the pass launched last that completes tokens
         self._attention = Attention(self._store, gpu, self._backends.cpu_attention, shape)
         self._tracer = None if trace is None else Tracer(trace, self._backends.clock)
         observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
-        launch_ahead = LaunchAhead(config.num_layers, self._backends.progress)
+        launch_ahead = LaunchAhead(
+            config.num_layers, self._backends.progress, meanwhile=self._look_for_tokens
+        )
 
         def is_traced() -> bool:
             return trace is not None and trace.active
@@ -239,14 +251,24 @@ class Worker:
         backend = self._backends.gpu
         (slots,) = backend.upload([self._table.slots(request_ids)])
         self._table.last_tokens[slots] = sampled.token_ids
-        arrives = backend.download(torch.stack((sampled.token_ids, sampled.invalid.long())))
+        arrival = _Arrival(
+            backend.download(torch.stack((sampled.token_ids, sampled.invalid.long())))
+        )
+        self._arrival = arrival
 
         def fetch() -> Tokens:
-            ids, invalid = arrives().tolist()
+            ids, invalid = arrival.tokens.wait().tolist()
             bad = [r for r, is_bad in zip(request_ids, invalid, strict=True) if is_bad]
             tokens = dict(zip(request_ids, ids, strict=True))
             for request_id in bad:
                 del tokens[request_id]
-            return Tokens(tokens, dict.fromkeys(bad, _NOT_FINITE))
+            return Tokens(tokens, dict.fromkeys(bad, _NOT_FINITE), arrival.seen_s)
 
         return StepResult(tuple(request_ids), fetch=fetch)
+
+    def _look_for_tokens(self) -> None:
+        """Notes when the newest tokens came, while the next pass is being launched: they are
+        fetched after that, which may be most of a pass later."""
+        arrival = self._arrival
+        if arrival is not None and arrival.seen_s is None and arrival.tokens.is_here():
+            arrival.seen_s = time.perf_counter()
