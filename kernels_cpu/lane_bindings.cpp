@@ -69,7 +69,7 @@ struct Holder {
 };
 
 // Looks for signals in between, so that Ctrl-C ends a wait for data that never arrive.
-void wait(Task& task) {
+void wait_until_finished(Task& task) {
     bool finished = task.finished();
     while (!finished) {
         {
@@ -78,7 +78,16 @@ void wait(Task& task) {
         }
         if (!finished && PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
+}
+
+void wait(Task& task) {
+    wait_until_finished(task);
     task.take();
+}
+
+void check(Task& task) {
+    wait_until_finished(task);
+    task.check();
 }
 
 std::pair<double, double> span(const Task& task) {
@@ -107,6 +116,7 @@ void bind_task(py::module_& module) {
         module, "Task", "A call in flight; see kernels_cpu/task_lane.h for its two words.")
         .def("ready", &Task::ready, "Whether the done word is 1.")
         .def("wait", &wait, "Blocks, without the GIL, and resets the done word. Once only.")
+        .def("check", &check, "In place of wait, where a stream resets the done word.")
         .def("span", &span, "Start and end in seconds of time.perf_counter().");
 }
 

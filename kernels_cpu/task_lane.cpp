@@ -66,14 +66,18 @@ bool Task::wait_for(std::chrono::milliseconds limit) {
     return finish_.wait_for(lock, limit, [this] { return finished(); });
 }
 
-void Task::take() {
+void Task::take() { hand_out(true); }
+
+void Task::check() { hand_out(false); }
+
+void Task::hand_out(bool resets_word) {
     std::exception_ptr error;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!finished()) throw std::logic_error("the task has not finished");
         if (taken_) throw std::logic_error("the task's result was taken before");
         taken_ = true;
-        __atomic_store_n(done_, 0, __ATOMIC_RELEASE);
+        if (resets_word) __atomic_store_n(done_, 0, __ATOMIC_RELEASE);
         error = std::move(error_);
     }
     if (error) std::rethrow_exception(std::move(error));
@@ -130,6 +134,10 @@ std::shared_ptr<Task> TaskLane::take_next() {
         if (order_ == TaskOrder::kArrivedFifo && best != queue_.end()) break;
     }
     if (best == queue_.end()) return nullptr;
+    // A word that was set during the search is that of the first task which has it.
+    best = std::find_if(queue_.begin(), best, [&best](const std::shared_ptr<Task>& task) {
+        return task->arrival_ == (*best)->arrival_;
+    });
     std::shared_ptr<Task> task = std::move(*best);
     queue_.erase(best);
     task->reset_arrival();

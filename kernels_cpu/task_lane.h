@@ -11,11 +11,15 @@
 //
 // The producer writes its data before the word (release; a stream write is a fence of its own),
 // the consumer reads the word before the data (acquire). Each word has one writer at a time: the
-// producer sets only what the consumer has reset. Tasks may share a word if their hand-offs follow
-// each other in the order of submission and they have the same depth.
+// producer sets only what the consumer has reset. Tasks may share words if their hand-offs follow
+// each other in the order of submission, and several of those may be queued at once: a stream's
+// later hand-offs begin behind its earlier ones, so that an arrival is that of the first task in
+// the queue. Their done word is reset by the stream alone; the host calls check(), not take().
 //
 // A task that failed, or was cancelled by close(), sets its done word too, so that no stream waits
-// for ever; the error reaches the host in take().
+// for ever; the error reaches the host in take() or check(). Tasks that share a word and are
+// cancelled together set it once for all of them: a stream that awaits several has to be done
+// before close().
 #pragma once
 
 #include <atomic>
@@ -54,6 +58,8 @@ class Task {
     // Resets the done word and throws what the body threw. For a task that has finished; throws
     // std::logic_error if it has not, or if its result was taken before.
     void take();
+    // The same without resetting the word, which a stream does.
+    void check();
 
     // CLOCK_MONOTONIC in ns; 0 until finished() or if the body did not run.
     int64_t start_ns() const { return finished() ? start_ns_ : 0; }
@@ -65,6 +71,7 @@ class Task {
     void reset_arrival() { __atomic_store_n(arrival_, 0, __ATOMIC_RELEASE); }
     void run(std::atomic<int64_t>& busy_ns);
     void finish(std::exception_ptr error);
+    void hand_out(bool resets_word);
 
     std::function<void()> body_;
     const int64_t depth_;

@@ -16,9 +16,10 @@ from swiftapex.core.plan import Row
 from swiftapex.core.request import Placement
 from swiftapex.model.config import DTYPE_BYTES, ModelConfig
 
-DECODES, CHUNKS, TWO_BATCHES, COHORTS = HOST_KINDS = ("decodes", "chunks", "two", "cohorts")
-"""What the host launches in a pass: GPU decodes alone, one batch with chunks, two sub-batches, one
-batch that cohorts may join."""
+HOST_KINDS = ("decodes", "chunks", "two_decodes", "two", "cohorts")
+DECODES, CHUNKS, TWO_DECODES, TWO_BATCHES, COHORTS = HOST_KINDS
+"""What the host launches in a pass: GPU decodes alone, one batch with chunks, two sub-batches of
+decodes, two with chunks, one batch that cohorts may join."""
 
 
 class CostModel(Protocol):
@@ -259,7 +260,8 @@ def asymmetric_us(cost: CostModel, first: Load, second: Load) -> float:
     cycle = max(beside_first, cpu_side_attention_us(cost, second))
     cycle += max(beside_second, cpu_side_attention_us(cost, first))
     rest = cost.iteration_us(first.completing + second.completing)
-    return max(cost.num_layers * cycle + rest, cost.host_us(TWO_BATCHES))
+    kind = TWO_BATCHES if first.chunks or second.chunks else TWO_DECODES
+    return max(cost.num_layers * cycle + rest, cost.host_us(kind))
 
 
 def gpu_halves_us(cost: CostModel, first: Load, second: Load) -> tuple[float, float]:

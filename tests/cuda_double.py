@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import sys
 import threading
@@ -25,10 +26,12 @@ from swiftapex.backends import Backends
 from swiftapex.backends.reference import ReferenceOps, causal_attention, gather, split_heads
 from swiftapex.backends.threads import cpu_threads
 from swiftapex.core.ops import AttentionShape
+from tests.graph_double import Graph, capture, launched, not_captured
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON = "swiftapex.backends.prefill_attention"
-_NAMES = ("cuda_ops", "cuda", "cuda_bounce", "cuda_lane", "cuda_clock", "cuda_memory")
+_NAMES = ("cuda_ops", "cuda", "cuda_bounce", "cuda_hand_off", "cuda_lane", "cuda_graphs")
+_NAMES += ("cuda_clock", "cuda_memory")
 _OPS = ReferenceOps()
 
 
@@ -105,6 +108,9 @@ def decode_attention(
     outputs = _at(out, kind, n, q_heads, dim, stride=(out_stride, dim, 1))
     blocks = _at(table, torch.int32, n, width)
     for i, context in enumerate(_at(lens, torch.int32, n).tolist()):
+        if context == 0:  # of a recorded pass: nobody reads what comes of it
+            outputs[i] = torch.nan
+            continue
         used = blocks[i, : -(-context // block_size)]
         size = (int(used.max()) + 1, kv_heads, 2, block_size, dim)
         k, v = gather(_at(kv, _DTYPES[kv_dtype], *size), used, context)
@@ -173,16 +179,33 @@ def prefill_attention(
     out.copy_(causal_attention(q, keys, values, shape.scale).reshape(len(qkv), -1))
 
 
+_LAUNCHED = (
+    rms_norm,
+    silu_mul,
+    argmax,
+    rope_append,
+    decode_attention,
+    gather_rows,
+    scatter_rows,
+    wait_word,
+    write_word,
+    copy_blocks,
+    transfer_blocks,
+)
+
+
 class _Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self._time = 0.0
 
+    @not_captured
     def record(self, stream: object = None) -> None:
         self._time = time.perf_counter()
 
     def elapsed_time(self, other: _Event) -> float:
         return 1e3 * (other._time - self._time)
 
+    @not_captured
     def query(self) -> bool:
         return True
 
@@ -243,7 +266,10 @@ class RuntimeDouble:
 
 
 def _unpinned(make: Any) -> Any:
-    return lambda *size, pin_memory=False, **kwargs: make(*size, **kwargs)
+    pinned = not_captured(make)
+    return lambda *size, pin_memory=False, **kwargs: (
+        pinned(*size, **kwargs) if pin_memory else make(*size, **kwargs)
+    )
 
 
 def torch_on_host() -> Any:
@@ -273,8 +299,11 @@ def torch_on_host() -> Any:
         Event=_Event,
         stream=lambda _: contextlib.nullcontext(),
         current_stream=lambda *_: _Stream(),
-        synchronize=lambda *_: None,
+        synchronize=not_captured(lambda *_: None),
         cudart=lambda: runtime,
+        CUDAGraph=Graph,
+        graph=capture,
+        graph_pool_handle=object,
     )
     return host
 
@@ -288,6 +317,7 @@ def maker(modules: dict[str, Any], **more: Any) -> Callable[[Any, bool], Backend
         if with_cpu_side:
             lane = modules["cuda_lane"].CudaCpuLane(cpu_threads(1), gpu.device)
             copies = modules["cuda_lane"].CudaCopies(gpu.device)
+        repeated = functools.partial(modules["cuda_graphs"].CudaGraphs, gpu.stream, lane)
         return Backends(
             gpu=gpu,
             cpu_attention=lane,
@@ -297,7 +327,7 @@ def maker(modules: dict[str, Any], **more: Any) -> Callable[[Any, bool], Backend
             memory=modules["cuda_memory"].CudaMemory(gpu.device, engine.gpu.memory),
             active=gpu.active,
             finish=gpu.stream.synchronize,
-            **more,
+            **{"repeated": repeated} | more,
         )
 
     return make
@@ -312,7 +342,8 @@ def cuda_modules() -> Iterator[dict[str, Any]]:
     """swiftapex.backends.cuda* over the stand-in, by their last name; gone afterwards."""
     kernels = types.ModuleType("swiftapex._kernels_cuda")
     kernels.__spec__ = ModuleSpec("swiftapex._kernels_cuda", None)
-    kernels.__dict__.update({k: v for k, v in globals().items() if callable(v)})
+    kernels.__dict__.update({kernel.__name__: launched(kernel) for kernel in _LAUNCHED})
+    kernels.__dict__["decode_attention_workspace"] = decode_attention_workspace
     triton = types.ModuleType(_TRITON)  # Triton comes with CUDA builds of torch alone
     triton.__dict__["prefill_attention"] = prefill_attention
     triton.__dict__["compile_prefill_attention"] = lambda *_: None

@@ -40,10 +40,11 @@ class Graphs(EachPassAnew):
         self.memory = memory
         self.seen: dict[int, int] = {}
 
-    def run(self, walk: Any, layers: Any) -> None:
-        layers(walk)
-        if walk.decodes is not None:
-            rows = padded_rows(walk.decodes.num_tokens)
+    def run(self, layers: Any, *walks: Any) -> None:
+        layers(*walks)
+        batch = walks[0].decodes
+        if len(walks) == 1 and batch is not None and batch.cpu is None:
+            rows = padded_rows(batch.num_tokens)
             self.seen[rows] = self.seen.get(rows, 0) + 1
             if self.seen[rows] == 2:
                 self.memory.use(GRAPH, for_good=True)

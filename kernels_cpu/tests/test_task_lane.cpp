@@ -91,6 +91,46 @@ void streams(TaskOrder order, int spin_us) {
     CHECK(lane.busy_ns() > 0);
 }
 
+// A graph's hand-offs: all are queued before the first one begins, over the same two words and the
+// same memory, and a device does them one after the other, twice.
+void queued_ahead(TaskOrder order, int spin_us) {
+    constexpr int kTasks = 400;
+    TaskLane lane(order, "test", -1, spin_us);
+    uint32_t arrival = 0, done = 0;
+    int64_t input = 0, output = 0;
+    Tasks tasks;
+    for (int i = 0; i < kTasks; ++i) {
+        auto body = [&, i] {
+            output = 3 * input + i;
+            if (i == 7) throw std::out_of_range("block 9");
+        };
+        tasks.push_back(std::make_shared<Task>(body, i % 200, TaskWords{&arrival, &done}));
+        lane.submit(tasks.back());
+    }
+    Threads threads;
+    threads.start([&] {
+        for (int i = 0; i < kTasks; ++i) {
+            input = i;
+            if (i % 8 == 0) std::this_thread::sleep_for(microseconds(i));
+            set(arrival, 1);
+            while (get(done) != 1) std::this_thread::yield();
+            CHECK(output == 4 * i && get(arrival) == 0);
+            set(done, 0);
+        }
+    });
+    for (int i = 0; i < kTasks; ++i) {
+        Task& task = *tasks[static_cast<size_t>(i)];
+        finish(task);
+        if (i == 7) {
+            check_throws<std::out_of_range>([&] { task.check(); }, "block 9");
+        } else {
+            task.check();
+        }
+    }
+    threads.join();
+    CHECK(get(arrival) == 0 && get(done) == 0);
+}
+
 void errors_and_times() {
     TaskLane lane(TaskOrder::kArrivedFifo, "test");
     const auto failing =
@@ -168,7 +208,10 @@ void test_task_lane() {
     order_of_arrived_tasks(TaskOrder::kDeepestFirst, {2, 3, 1, 0});
     order_of_arrived_tasks(TaskOrder::kStrictFifo, {0, 1, 2, 3});
     for (const TaskOrder order : {TaskOrder::kArrivedFifo, TaskOrder::kDeepestFirst}) {
-        for (int spin_us : {0, 50}) streams(order, spin_us);
+        for (int spin_us : {0, 50}) {
+            streams(order, spin_us);
+            queued_ahead(order, spin_us);
+        }
     }
     errors_and_times();
     for (int seed = 0; seed < 10; ++seed) closes_in_flight(seed);

@@ -14,7 +14,7 @@ from swiftapex.core.errors import ConfigError
 if TYPE_CHECKING:
     from swiftapex.attention import CpuAttention
     from swiftapex.config.schema import EngineConfig
-    from swiftapex.core.ops import Backend, Memory
+    from swiftapex.core.ops import AttentionShape, Backend, Memory
     from swiftapex.kv.staging import Copies
     from swiftapex.model.stages import Stages
     from swiftapex.pipelines.readiness import Progress
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class Backends:
     """The GPU side, and with a CPU side: what attends over KV in host memory, and what copies KV
     between the sides. `memory`: of the GPU side's device, where it is not the host's. `repeated`
-    makes what records passes, from the blocks of the longest request and whether spans are being
-    traced; `segments` what records the layer math between two attention calls, from the stages and
-    the same question; None: nothing does. `active`: around all work. `finish`: waits for what was
-    launched."""
+    makes what records passes, from the blocks of the longest request, the shape of attention and
+    whether spans are being traced; `segments` what records the layer math between two attention
+    calls, from the stages and the same question; None: nothing does. `active`: around all work.
+    `finish`: waits for what was launched."""
 
     gpu: Backend
     cpu_attention: CpuAttention | None
@@ -36,7 +36,7 @@ class Backends:
     clock: Clock = field(default_factory=HostClock)
     progress: Progress | None = None
     memory: Memory | None = None
-    repeated: Callable[[int, Callable[[], bool]], RepeatedPasses] | None = None
+    repeated: Callable[[int, AttentionShape, Callable[[], bool]], RepeatedPasses] | None = None
     segments: Callable[[Stages, Callable[[], bool]], RecordedSegments] | None = None
     active: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     finish: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         clock=CudaClock(),
         progress=CudaProgress(),
         memory=CudaMemory(gpu.device, engine.gpu.memory),
-        repeated=functools.partial(CudaGraphs, gpu.stream),
+        repeated=functools.partial(CudaGraphs, gpu.stream, lane),
         segments=CudaSegments,
         active=gpu.active,
         finish=gpu.stream.synchronize,

@@ -32,6 +32,7 @@ _MAX_PLANS = 64  # batches in flight whose plans are kept: 32 cohorts and both s
 class _Task(Protocol):
     def ready(self) -> bool: ...
     def wait(self) -> None: ...
+    def check(self) -> None: ...
     def span(self) -> tuple[float, float]: ...
 
 
@@ -52,6 +53,11 @@ class LaneTicket(Generic[Result]):
         second time, or if the lane was closed before the call began; what the call raised."""
         self._task.wait()
         return self._result
+
+    def check(self) -> None:
+        """In place of `wait`, where a stream awaits and resets the done word, which may be another
+        call's by now: blocks until this one is done and raises what it raised."""
+        self._task.check()
 
     def span(self) -> tuple[float, float]:
         """Start and end of the work, in seconds of time.perf_counter. RuntimeError before it is
@@ -237,6 +243,9 @@ class _Ran:
         if self._taken:
             raise RuntimeError("the result was taken before")
         self._taken = True
+
+    def check(self) -> None:
+        self.wait()
 
     def span(self) -> tuple[float, float]:
         return self._span

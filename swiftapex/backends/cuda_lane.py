@@ -1,19 +1,11 @@
-"""Between a GPU and the CPU side: the hand-off of decode rows, and copies of KV. No Python thread
-takes part, and the launching thread waits for neither side.
-
-A hand-off, in the order of the compute stream and of the words in kernels_cpu/task_lane.h:
-
-    stream   gather_rows   Q, K, V into pinned memory, then arrival = 1
-    CPU      attention     takes the task (arrival = 0), appends, attends, then done = 1
-    stream   wait_word     for done == 1, at the layer that merges the result
-    stream   scatter_rows  O into device memory, then done = 0
-"""
+"""Between a GPU and the CPU side: decode rows handed over (cuda_hand_off.py says how), and copies
+of KV."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -23,30 +15,23 @@ import swiftapex._kernels_cuda as kernels
 from swiftapex.backends.cpu_lane import CpuLane, LaneTicket
 from swiftapex.backends.cpu_ops import DTYPE_NUMBERS
 from swiftapex.backends.cuda_bounce import Bounce
-from swiftapex.backends.cuda_ops import current_stream, stream_handle, word_pair
+from swiftapex.backends.cuda_hand_off import RecordedHandOffs, RecordedTicket, Slot
+from swiftapex.backends.cuda_ops import current_stream
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
 
 _COPY_BLOCKS = 16  # thread blocks of a copy that converts: few beside the computing ones
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Pinned memory of one hand-off."""
-
-    qkv: Tensor  # [capacity, q_heads + 2 * kv_heads, head_dim]
-    out: Tensor  # [capacity, q_heads * head_dim]
-    arrival: Tensor  # [1] int32
-    done: Tensor  # [1] int32
+# What the stream uses until the event, and the tasks that it awaits before.
+_Returning = tuple[torch.cuda.Event, Slot | RecordedHandOffs, Sequence[LaneTicket[Tensor]]]
 
 
 class CudaTicket:
     """A hand-off in flight. `wait` is ordered by the stream: its result is there for whatever is
     launched afterwards, and the host goes on at once."""
 
-    def __init__(self, lane: CudaCpuLane, slot: _Slot, rows: int, task: LaneTicket[Tensor]) -> None:
+    def __init__(self, lane: CudaCpuLane, slot: Slot, rows: int, task: LaneTicket[Tensor]) -> None:
         self._lane = lane
-        self._slot: _Slot | None = slot
+        self._slot: Slot | None = slot
         self._rows = rows
         self._task = task
 
@@ -79,29 +64,21 @@ class CudaCpuLane:
         self._device = device
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.link_bytes = 0  # of Q, K, V and O, that crossed or are about to
-        self._free: dict[tuple[int, int, int, torch.dtype], list[_Slot]] = {}
-        self._returning: deque[tuple[torch.cuda.Event, _Slot, LaneTicket[Tensor]]] = deque()
+        self._free: dict[tuple[int, int, int, torch.dtype], list[Slot]] = {}
+        self._returning: deque[_Returning] = deque()
+        self._recording: RecordedHandOffs | None = None
 
     def submit(
         self, layer: int, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
-    ) -> CudaTicket:
+    ) -> CudaTicket | RecordedTicket:
         """qkv [rows, q_heads + 2 * kv_heads, head_dim] on the device, rows of any stride. kv and
         the batch's tensors lie in host memory."""
+        if self._recording is not None:
+            return self._recording.submit(layer, kv, batch, shape, qkv)
         rows = batch.num_decodes
         slot = self._take_slot(rows, shape, qkv.dtype)
-        row_bytes = qkv[0].nbytes
-        self.link_bytes += rows * (row_bytes + slot.out[0].nbytes)
-        kernels.gather_rows(
-            qkv.data_ptr(),
-            slot.qkv.data_ptr(),
-            rows,
-            row_bytes,
-            qkv.stride(0) * qkv.element_size(),
-            row_bytes,
-            slot.arrival.data_ptr(),
-            self._counter.data_ptr(),
-            stream_handle(),
-        )
+        self.link_bytes += rows * slot.row_bytes
+        slot.send(qkv)
         task = self._lane.submit(
             layer,
             kv,
@@ -114,27 +91,37 @@ class CudaCpuLane:
         )
         return CudaTicket(self, slot, rows, task)
 
-    def take(self, slot: _Slot, rows: int, task: LaneTicket[Tensor]) -> Tensor:
+    def take(self, slot: Slot, rows: int, task: LaneTicket[Tensor]) -> Tensor:
         """The stream waits for the result and fetches it."""
-        stream = stream_handle()
-        out = torch.empty(rows, slot.out.shape[1], dtype=slot.out.dtype, device=self._device)
-        kernels.wait_word(slot.done.data_ptr(), 1, stream)
-        row_bytes = out[0].nbytes
-        kernels.scatter_rows(
-            slot.out.data_ptr(),
-            out.data_ptr(),
-            rows,
-            row_bytes,
-            row_bytes,
-            row_bytes,
-            slot.done.data_ptr(),
-            self._counter.data_ptr(),
-            stream,
-        )
-        event = torch.cuda.Event()
-        event.record(current_stream())
-        self._returning.append((event, slot, task))
+        out = slot.fetch(rows)
+        self._note_launched(slot, [task])
         return out
+
+    @contextlib.contextmanager
+    def recording(
+        self, batches: Sequence[AttentionBatch | None], shape: AttentionShape, dtype: torch.dtype
+    ) -> Iterator[RecordedHandOffs]:
+        """Inside, calls for `batches` are recorded on the stream and not handed over."""
+        self._recording = RecordedHandOffs(batches, shape, dtype, self._counter)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def replay(
+        self,
+        recorded: RecordedHandOffs,
+        batches: Sequence[AttentionBatch | None],
+        launch: Callable[[], None],
+    ) -> None:
+        """`launch` replays the graph of `recorded`, for these CPU decodes. The tasks are queued
+        first: a stream must not come to wait for one that could not be. Where this raises, tasks
+        may be left that nothing sets off, and `recorded` must not be used again."""
+        self._collect()
+        tasks = recorded.queue(self._lane, batches)
+        launch()
+        self.link_bytes += recorded.link_bytes
+        self._note_launched(recorded, tasks)
 
     @property
     def busy_s(self) -> float:
@@ -142,32 +129,41 @@ class CudaCpuLane:
         return self._lane.busy_s
 
     def close(self) -> None:
-        """Lets the running call finish and cancels the others: nothing waits for them any more."""
-        self._lane.close()
-        torch.cuda.synchronize(self._device)
+        """Lets calls that the stream waits for finish, and cancels the others."""
+        try:
+            torch.cuda.synchronize(self._device)
+        finally:
+            self._lane.close()
         self._returning.clear()
         self._free.clear()
 
-    def _take_slot(self, rows: int, shape: AttentionShape, dtype: torch.dtype) -> _Slot:
-        """Memory that nothing uses any more; a slot's capacity is a power of two."""
+    def _note_launched(
+        self, memory: Slot | RecordedHandOffs, tasks: Sequence[LaneTicket[Tensor]]
+    ) -> None:
+        event = torch.cuda.Event()
+        event.record(current_stream())
+        self._returning.append((event, memory, tasks))
+
+    def _collect(self) -> None:
+        """Takes back memory that nothing uses any more; raises what went wrong in its tasks."""
         while self._returning and self._returning[0][0].query():
-            _, slot, task = self._returning.popleft()
-            task.wait()  # done long since: raises what went wrong in it
-            self._free[self._key(slot)].append(slot)
+            _, memory, tasks = self._returning.popleft()
+            for task in tasks:  # done long since
+                task.check()
+            if isinstance(memory, Slot):
+                self._free[self._key(memory)].append(memory)
+
+    def _take_slot(self, rows: int, shape: AttentionShape, dtype: torch.dtype) -> Slot:
+        """A slot's capacity is a power of two."""
+        self._collect()
         heads = shape.num_q_heads + 2 * shape.num_kv_heads
         width = shape.num_q_heads * shape.head_dim
         capacity = 1 << (rows - 1).bit_length()
         free = self._free.setdefault((capacity, heads * shape.head_dim, width, dtype), [])
-        if free:
-            return free.pop()
-        return _Slot(
-            torch.empty(capacity, heads, shape.head_dim, dtype=dtype, pin_memory=True),
-            torch.empty(capacity, width, dtype=dtype, pin_memory=True),
-            *word_pair(),
-        )
+        return free.pop() if free else Slot.make(capacity, shape, dtype, self._counter)
 
     @staticmethod
-    def _key(slot: _Slot) -> tuple[int, int, int, torch.dtype]:
+    def _key(slot: Slot) -> tuple[int, int, int, torch.dtype]:
         return (len(slot.qkv), slot.qkv[0].numel(), slot.out.shape[1], slot.out.dtype)
 
 

@@ -24,6 +24,10 @@ class Asymmetric(Pipeline):
         second = Walk(self.parts, small, index=1, with_riders=False)
         if first.is_empty and second.is_empty:
             self.parts.parked.wait_for_oldest()
+        self.parts.repeated.run(self._layers, first, second)
+        return self.parts.complete(first.results() + second.results())
+
+    def _layers(self, first: Walk, second: Walk) -> None:
         last = self.parts.num_layers - 1
         first.pre(0)
         second.pre(0)
@@ -34,4 +38,3 @@ class Asymmetric(Pipeline):
             second.pre(layer + 1)
         first.post(last)
         second.post(last)
-        return self.parts.complete(first.results() + second.results())

@@ -11,9 +11,9 @@ from swiftapex.pipelines.walk import Walk
 
 
 class RepeatedPasses(Protocol):
-    def run(self, walk: Walk, layers: Callable[[Walk], None]) -> None:
-        """Takes `walk` through all layers as `layers` does, which is the same function each time
-        and reads nothing but its argument and the worker's lasting state."""
+    def run(self, layers: Callable[..., None], *walks: Walk) -> None:
+        """Takes `walks` through all layers as `layers(*walks)` does, which is the same function
+        each time and reads nothing but its arguments and the worker's lasting state."""
 
     def forget(self) -> None:
         """What was recorded is not replayed any more: KV is about to lie elsewhere."""
@@ -22,8 +22,8 @@ class RepeatedPasses(Protocol):
 class EachPassAnew:
     """For devices that record nothing."""
 
-    def run(self, walk: Walk, layers: Callable[[Walk], None]) -> None:
-        layers(walk)
+    def run(self, layers: Callable[..., None], *walks: Walk) -> None:
+        layers(*walks)
 
     def forget(self) -> None:
         pass

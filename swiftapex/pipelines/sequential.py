@@ -15,7 +15,7 @@ class Sequential(Pipeline):
         walk = Walk(self.parts, sub_batch)
         if walk.is_empty:
             self.parts.parked.wait_for_oldest()
-        self.parts.repeated.run(walk, self._layers)
+        self.parts.repeated.run(self._layers, walk)
         return self.parts.complete(walk.results())
 
     def _layers(self, walk: Walk) -> None:

@@ -24,6 +24,10 @@ class Symmetric(Pipeline):
         ]
         if all(half.is_empty for half in halves):
             self.parts.parked.wait_for_oldest()
+        self.parts.repeated.run(self._layers, *halves)
+        return self.parts.complete([pair for half in halves for pair in half.results()])
+
+    def _layers(self, *halves: Walk) -> None:
         for layer in range(self.parts.num_layers):
             for half in halves:
                 if layer > 0:
@@ -31,4 +35,3 @@ class Symmetric(Pipeline):
                 half.pre(layer)
         for half in halves:
             half.post(self.parts.num_layers - 1)
-        return self.parts.complete([pair for half in halves for pair in half.results()])

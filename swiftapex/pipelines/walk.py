@@ -46,11 +46,11 @@ class Walk:
 
     @property
     def decodes(self) -> BoundBatch | None:
-        """The batch, if it is nothing but GPU decodes and no cohort can join it."""
+        """The batch, if it is nothing but decodes and no cohort can join it."""
         main = self._main
-        if main is None or main.gpu is None or self._riders or self._parked:
+        if main is None or main.staged is not None or self._riders or self._parked:
             return None
-        return main if main.gpu.num_decodes == main.num_tokens else None
+        return main if main.gpu is None or not main.gpu.chunk_lens else None
 
     @property
     def x(self) -> Tensor:

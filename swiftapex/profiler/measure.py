@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from swiftapex.core.request import Placement
-from swiftapex.cost_model import CHUNKS, COHORTS, DECODES, TWO_BATCHES
+from swiftapex.cost_model import CHUNKS, COHORTS, DECODES, TWO_BATCHES, TWO_DECODES
 from swiftapex.costs.tables import Curve, Grid, Line, Tables
 from swiftapex.profiler.probe import Probe, Work, decodes
 
@@ -226,13 +226,16 @@ class _Measurement:
         if not self._probe.runs_ahead:
             return {}
         one = decodes(GPU, 1, 1)
+        chunk = [*one, Work(GPU, 0, 1)]
         host = {
             DECODES: self._host_time("sequential", one),
-            CHUNKS: self._host_time("sequential", [*one, Work(GPU, 0, 1)]),
+            CHUNKS: self._host_time("sequential", chunk),
         }
         host[COHORTS] = host[CHUNKS]  # as launched layer by layer
         if self._points.cpu_requests:
-            host[TWO_BATCHES] = self._host_time("asymmetric", one, decodes(CPU, 1, 1))
+            on_cpu = decodes(CPU, 1, 1)
+            host[TWO_DECODES] = self._host_time("asymmetric", one, on_cpu)
+            host[TWO_BATCHES] = self._host_time("asymmetric", chunk, on_cpu)
         return host
 
     def _above(self, measured: float, rows: int) -> float:

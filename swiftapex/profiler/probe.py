@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from swiftapex.backends.graph_rows import HYBRID_SEEN_BEFORE
 from swiftapex.core.plan import Admission, Move, Row, StepPlan, SubBatch, row_order
 from swiftapex.core.request import Placement, SamplingParams
 from swiftapex.executor.base import Executor
 
 _CLOSE = 0.03  # spread of the timed iterations with which a measurement is good enough
-_WARM = 2  # iterations not timed, after one more: libraries set themselves up, graphs are recorded
+# Iterations not timed, after one more: libraries set themselves up, the last one records a graph.
+_WARM = HYBRID_SEEN_BEFORE
 _TOKEN = 3  # any token id
 
 

@@ -19,7 +19,7 @@ class Rounds(Pipeline):
         walk = Walk(self.parts, sub_batch)
         layers = Sequential(self.parts)._layers
         for _ in range(ROUNDS):
-            self.parts.repeated.run(walk, layers)
+            self.parts.repeated.run(layers, walk)
         return self.parts.complete(walk.results())
 
 

@@ -108,7 +108,7 @@ class Worker:
 
         self._repeated: RepeatedPasses = EachPassAnew()
         if self._backends.repeated is not None:
-            self._repeated = self._backends.repeated(max_blocks, is_traced)
+            self._repeated = self._backends.repeated(max_blocks, shape, is_traced)
         segments: RecordedSegments = NothingRecorded()
         if self._backends.segments is not None:
             segments = self._backends.segments(self._stages, is_traced)
