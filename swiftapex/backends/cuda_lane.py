@@ -26,6 +26,7 @@ from swiftapex.backends.cuda_bounce import Bounce
 from swiftapex.backends.cuda_ops import current_stream, stream_handle, word_pair
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
+from swiftapex.core.plan import CpuWork
 
 _COPY_BLOCKS = 16  # thread blocks of a copy that converts: few beside the computing ones
 
@@ -140,6 +141,11 @@ class CudaCpuLane:
     def busy_s(self) -> float:
         """Seconds that calls took so far, those in progress not included."""
         return self._lane.busy_s
+
+    @property
+    def work(self) -> CpuWork:
+        """What calls have attended so far, by the time that `busy_s` counts."""
+        return self._lane.work
 
     def close(self) -> None:
         """Lets the running call finish and cancels the others: nothing waits for them any more."""
