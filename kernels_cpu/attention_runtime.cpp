@@ -1,5 +1,6 @@
 #include "kernels_cpu/attention_runtime.h"
 
+#include <numeric>
 #include <utility>
 
 namespace swiftapex {
@@ -12,11 +13,19 @@ AttentionRuntime::AttentionRuntime(int num_threads, const std::vector<int>& cpus
 
 std::shared_ptr<Task> AttentionRuntime::submit(int64_t layer, DecodePlan& plan,
                                                const DecodeAttentionArgs& args, TaskWords words) {
-    auto attend = [this, &plan, args] { attention_(pool_, plan, args); };
+    auto attend = [this, &plan, args] {
+        attention_(pool_, plan, args);
+        const std::vector<int32_t>& contexts = plan.context_lens();
+        num_tasks_ += 1;
+        num_rows_ += plan.rows();
+        num_tokens_ += std::accumulate(contexts.begin(), contexts.end(), int64_t{0});
+    };
     auto task = std::make_shared<Task>(std::move(attend), layer, words);
     lane_.submit(task);
     return task;
 }
+
+Attended AttentionRuntime::attended() const { return {num_tasks_, num_rows_, num_tokens_}; }
 
 void AttentionRuntime::close() {
     lane_.close();

@@ -1,6 +1,7 @@
 // Attention of CPU decodes beside whoever submits it: threads of its own, and a queue of calls.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -10,6 +11,11 @@
 #include "kernels_cpu/thread_pool.h"
 
 namespace swiftapex {
+
+// What has been attended: calls, rows in all of them, tokens of KV that those rows read.
+struct Attended {
+    int64_t tasks = 0, rows = 0, tokens = 0;
+};
 
 // Calls run one at a time, each on all threads; see task_lane.h for the hand-off. A call whose
 // data are late is overtaken by others in either order: calls in flight are for different layers
@@ -30,12 +36,15 @@ class AttentionRuntime {
 
     int num_threads() const { return pool_.num_threads(); }
     int64_t busy_ns() const { return lane_.busy_ns(); }
+    // By the calls whose time busy_ns() holds; one that is just ending may count in one of them.
+    Attended attended() const;
 
     // Lets the running call finish, cancels the others, joins all threads.
     void close();
 
   private:
     const Attention attention_;
+    std::atomic<int64_t> num_tasks_{0}, num_rows_{0}, num_tokens_{0};
     ThreadPool pool_;  // the lane's thread takes part as thread 0
     TaskLane lane_;    // after the pool: it ends first
 };

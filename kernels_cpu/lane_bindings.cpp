@@ -137,6 +137,11 @@ void bind_attention_runtime(py::module_& module) {
                                [](const RuntimeHolder& self) { return self.lane.num_threads(); })
         .def_property_readonly("busy_ns",
                                [](const RuntimeHolder& self) { return self.lane.busy_ns(); })
+        .def_property_readonly("attended",
+                               [](const RuntimeHolder& self) {
+                                   const Attended sum = self.lane.attended();
+                                   return py::make_tuple(sum.tasks, sum.rows, sum.tokens);
+                               })
         .def("close", &RuntimeHolder::close,
              "Finishes the running task, cancels the others, joins the threads.")
         .def(

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from harness import CPU, GPU, ConstantCostModel
+from harness import ConstantCostModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftapex.core.plan import Row, StepPlan, SubBatch
 from swiftapex.cost_model import (
     CHUNKS,
     DECODES,
     TWO_BATCHES,
-    CostModel,
     Load,
     asymmetric_us,
     gpu_only_us,
     overlap_us,
     visit_us,
 )
-from swiftapex.costs.correction import CPU_ATTENTION, LINEAR, CorrectedCostModel, stage_times
 from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.costs.tables import Curve, Grid, Line, Surface, Tables
 from swiftapex.scheduler.equations import (
@@ -35,7 +31,6 @@ from swiftapex.scheduler.equations import (
     t_overlap,
     t_overlap_prefill,
 )
-from swiftapex.scheduler.split import choose_split
 
 values = st.lists(st.floats(0, 1e4), min_size=1, max_size=8)
 
@@ -200,113 +195,3 @@ def test_tables_survive_json() -> None:
     assert Tables.from_dict(json.loads(json.dumps(tables.as_dict()))) == tables
     with pytest.raises((KeyError, TypeError, ValueError)):
         Tables.from_dict({"num_layers": 3})
-
-
-# Online correction
-
-
-def plan_of(cost: CostModel, gpu: int, cpu: int, context: int = 100) -> StepPlan:
-    first = SubBatch(tuple(Row(i, GPU, context - 1, None, True) for i in range(gpu)))
-    second = SubBatch(tuple(Row(-i - 1, CPU, context - 1, None, True) for i in range(cpu)))
-    batches = (first, second) if cpu else (first,)
-    loads = [Load.of(batch.rows) for batch in batches]
-    us = asymmetric_us(cost, *loads) if cpu else gpu_only_us(cost, loads[0])
-    return StepPlan("asymmetric" if cpu else "sequential", batches, predicted_us=us)
-
-
-def test_a_stale_profile_heals() -> None:
-    """The profile thinks that linear stages take 100 µs, and they take 150; the CPU's attention
-    1 µs a token, and it takes 0.7."""
-    believed = ConstantCostModel(linear_fixed=100, gpu_token=0.1, cpu_token=1.0)
-    true = ConstantCostModel(linear_fixed=150, gpu_token=0.1, cpu_token=0.7)
-    cost = CorrectedCostModel(believed)
-    rng = random.Random(0)
-    errors = []
-    for _ in range(400):
-        gpu, cpu = rng.randint(1, 20), rng.choice((0, 0, 8, 12))
-        plan = plan_of(cost, gpu, cpu)
-        measured = plan_of(true, gpu, cpu).predicted_us
-        assert plan.predicted_us is not None and measured is not None
-        errors.append(abs(plan.predicted_us - measured) / measured)
-        cost.observe(plan, measured)
-    assert max(errors[:5]) > 0.25 and max(errors[-100:]) < 0.05
-    assert cost.factors[LINEAR] == pytest.approx(1.5, rel=0.05)
-    assert cost.factors[CPU_ATTENTION] == pytest.approx(0.7, rel=0.1)
-
-
-@pytest.mark.parametrize(("slower", "overhead"), [(1.15, 0.0), (1.0, 0.06), (1.15, 0.06)])
-def test_what_hidden_attention_overruns_is_not_put_down_to_the_gpu(
-    slower: float, overhead: float
-) -> None:
-    """CPU decodes are taken in as long as the believed times hide them, so that the more a linear
-    stage is believed to take, the more there are: LINEAR must not run off."""
-    believed = ConstantCostModel(linear_fixed=1000, linear_row=2, gpu_token=0.1, cpu_token=1.0)
-    true = replace(believed, cpu_token=slower)
-    cost = CorrectedCostModel(believed)
-    for iteration in range(600):
-        main = Load(100, gpu_tokens=1000, gpu_requests=10, chunks=((90, 0),))
-        split = choose_split(cost, main, [97 + iteration % 7] * 400, (400, 400))
-        predicted = asymmetric_us(cost, *split.loads)
-        rows = [
-            SubBatch(
-                tuple(Row(i, GPU, 99, None, True) for i in range(load.gpu_requests))
-                + tuple(Row(-1, GPU, 0, (1,) * tokens, False) for tokens, _ in load.chunks)
-                + tuple(
-                    Row(-i, CPU, load.cpu_tokens // load.cpu_requests - 1, None, True)
-                    for i in range(load.cpu_requests)
-                )
-            )
-            for load in split.loads
-        ]
-        measured = asymmetric_us(true, *split.loads) * (1 + overhead)
-        cost.observe(StepPlan("asymmetric", tuple(rows), predicted_us=predicted), measured)
-    assert 0.95 < cost.factors[LINEAR] < 1.1
-    assert cost.factors[CPU_ATTENTION] < 1.27
-    assert split.count > 10
-    assert abs(measured / predicted - 1) < 0.06
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60))
-@settings(max_examples=50, deadline=None)
-def test_factors_stay_within_their_bounds(ratios: list[float]) -> None:
-    cost = CorrectedCostModel(ConstantCostModel(), gain=1.0)
-    for ratio in ratios:
-        plan = plan_of(cost, 4, 3)
-        assert plan.predicted_us is not None
-        cost.observe(plan, ratio * plan.predicted_us)
-        assert all(0.5 <= factor <= 2.0 for factor in cost.factors.values())
-
-
-def test_outliers_and_iterations_without_prediction_teach_nothing() -> None:
-    cost = CorrectedCostModel(ConstantCostModel())
-    plan = plan_of(cost, 4, 0)
-    assert plan.predicted_us is not None
-    for measured in (10 * plan.predicted_us, 0.1 * plan.predicted_us, 0.0):
-        cost.observe(plan, measured)
-    cost.observe(StepPlan("sequential", plan.sub_batches), 100.0)
-    assert set(cost.factors.values()) == {1.0}
-
-
-def test_a_cpu_that_was_too_slow_is_tried_again() -> None:
-    """As long as nothing is attended there, its factor falls; one slow start is not all it takes
-    to bring it up."""
-    cost = CorrectedCostModel(ConstantCostModel())
-    both, gpu_only = plan_of(cost, 1, 30), plan_of(cost, 4, 0)
-    assert both.predicted_us is not None and gpu_only.predicted_us is not None
-    cost.observe(both, 2.9 * both.predicted_us)
-    assert 1 < cost.factors[CPU_ATTENTION] < 1.05
-    for _ in range(8):
-        cost.observe(both, 1.5 * both.predicted_us)
-    high = cost.factors[CPU_ATTENTION]
-    assert high > 1.3
-    for _ in range(230):
-        cost.observe(gpu_only, gpu_only.predicted_us)
-    assert cost.factors[CPU_ATTENTION] == pytest.approx(high**0.5, rel=0.01)
-
-
-def test_stage_times_are_those_on_the_critical_path() -> None:
-    cost = ConstantCostModel(num_layers=2, linear_fixed=100, gpu_token=0.1, cpu_token=1.0)
-    shown = stage_times(cost, plan_of(cost, 4, 3))  # T_ca1 300 hides T_l0; T_l1 + T_ga0 = 140
-    assert shown[CPU_ATTENTION] == 600 and shown[LINEAR] == 200
-    shown = stage_times(cost, plan_of(cost, 4, 0))
-    assert shown[LINEAR] == 200 and shown[CPU_ATTENTION] == 0

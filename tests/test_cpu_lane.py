@@ -70,7 +70,8 @@ def test_many_in_flight_from_several_threads(lane: CpuLane) -> None:
     for thread in threads:
         thread.join()
     assert len(errors) == 80 and max(errors) < 1e-5
-    assert lane.busy_s > 0
+    lengths = 4 * sum(20 + 7 * i + 90 for i in range(20))
+    assert lane.work == (lane.busy_s, 80, 160, lengths) and lane.busy_s > 0
 
 
 def test_one_plan_serves_the_layers_of_a_pass(lane: CpuLane) -> None:

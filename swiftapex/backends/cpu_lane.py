@@ -23,6 +23,7 @@ from swiftapex.backends.cpu import (
 from swiftapex.backends.cpu_ops import KV_DTYPE_NUMBERS, reject
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
+from swiftapex.core.plan import CpuWork
 
 Result = TypeVar("Result")
 
@@ -143,6 +144,11 @@ class CpuLane:
     def busy_s(self) -> float:
         """Seconds that calls took so far, those in progress not included."""
         return 1e-9 * float(self._runtime.busy_ns)
+
+    @property
+    def work(self) -> CpuWork:
+        """What calls have attended so far, by the time that `busy_s` counts."""
+        return CpuWork(self.busy_s, *self._runtime.attended)
 
     def close(self) -> None:
         """Lets the running call finish, cancels the others, ends the threads."""

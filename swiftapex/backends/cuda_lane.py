@@ -19,6 +19,7 @@ from swiftapex.backends.cuda_hand_off import RecordedHandOffs, RecordedTicket, S
 from swiftapex.backends.cuda_ops import current_stream
 from swiftapex.backends.threads import ThreadPlan
 from swiftapex.core.ops import AttentionBatch, AttentionShape
+from swiftapex.core.plan import CpuWork
 
 _COPY_BLOCKS = 16  # thread blocks of a copy that converts: few beside the computing ones
 # What the stream uses until the event, and the tasks that it awaits before.
@@ -127,6 +128,11 @@ class CudaCpuLane:
     def busy_s(self) -> float:
         """Seconds that calls took so far, those in progress not included."""
         return self._lane.busy_s
+
+    @property
+    def work(self) -> CpuWork:
+        """What calls have attended so far, by the time that `busy_s` counts."""
+        return self._lane.work
 
     def close(self) -> None:
         """Lets calls that the stream waits for finish, and cancels the others."""

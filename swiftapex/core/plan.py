@@ -128,6 +128,18 @@ class StepPlan:
         return not (self.moves or self.new_cohorts or any(b.rows for b in self.sub_batches))
 
 
+class CpuWork(NamedTuple):
+    """Attention tasks that the CPU side has done: one is a layer of a sub-batch or cohort."""
+
+    busy_s: float  # that its threads attended
+    tasks: float
+    rows: float  # of all tasks
+    tokens: float  # of KV, that those rows read
+
+    def since(self, earlier: CpuWork) -> CpuWork:
+        return CpuWork(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """A token for each request that completed one."""
@@ -135,6 +147,7 @@ class Tokens:
     by_request: dict[int, int] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)  # request id -> why it has no token
     done_s: float | None = None  # when they were seen to be there (perf_counter), if before `fetch`
+    cpu_work: CpuWork | None = None  # on rank 0 since its start; None without native CPU attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class IterationRecord:
     predicted_us: float | None = None
     candidates_us: dict[str, float] | None = None  # predicted for each strategy that was weighed
     inequality: Inequality | None = None  # by which the policy chose
+    cpu_attention_us: float | None = None  # that the CPU side attended between its end and the last
 
 
 @dataclass(frozen=True, slots=True)

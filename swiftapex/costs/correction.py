@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swiftapex.core.plan import StepPlan
-from swiftapex.core.request import Placement
+from swiftapex.core.plan import CpuWork, StepPlan
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -14,34 +13,41 @@ from swiftapex.cost_model import (
     gpu_side_attention_us,
 )
 
-STAGES = LINEAR, GPU_ATTENTION, PREFILL, CPU_ATTENTION, REST = (
-    "linear", "gpu_attention", "prefill_attention", "cpu_attention", "rest",
+GPU_STAGES = LINEAR, GPU_ATTENTION, PREFILL, REST = (
+    "linear", "gpu_attention", "prefill_attention", "rest",
 )  # fmt: skip
+CPU_ATTENTION = "cpu_attention"
+STAGES = (*GPU_STAGES, CPU_ATTENTION)
 _BOUND = 2.0  # factors stay within [1 / _BOUND, _BOUND]
+_CPU_BOUND = 4.0  # and the CPU's, which is measured by itself, within these
 _GAIN = 0.1  # share of an iteration's error (its logarithm) that is taken in at once
-_GOOD_ENOUGH = 0.01  # relative error from which on there is something to correct
-_GOOD_ENOUGH_TWO = 0.03  # of two sub-batches, which wait for one another
-_CLOSE = 0.8  # from this share of the GPU's time on, the CPU's may have been what took longer
-_RELAX = 0.01  # share of the CPU's factor (its logarithm) that is forgotten where nothing overran
-_FORGET = 0.003  # and in an iteration that says nothing of it
-_STEP = 1.5  # a single iteration's ratio counts as no more than this
+_STEP = 1.5  # a single ratio counts as no more than this
 _OUTLIER = 3.0  # an iteration that took so many times longer or shorter says nothing
+_FORGET = 0.003  # share of the CPU's factor (its logarithm) that an iteration without it forgets
+_MEMORY = 0.2  # weight of the newest iteration in the CPU's mean load
+_DOUBTFUL = 0.87  # from this load on the CPU may be what took longer
+_FULL = 0.98  # from this load on it was
+_DOUBT = 0.99  # what a ratio counts as then, in parts of itself
 
 
 class CorrectedCostModel:
     """`base`, each stage's time multiplied by a bounded factor.
 
-    An iteration that took r times as long as predicted moves every stage's factor towards r, in
-    proportion to the stage's share of the predicted time: factor *= r ** (gain * share). Iterations
-    that differ in their shares tell stages apart in the long run.
+    The CPU's factor follows its own measurement: the time that its tasks were attended to, over
+    what `base` says of tasks of that many rows and tokens. While it has none, a factor above 1
+    falls back, by half in some 230 iterations: a policy that finds the CPU too slow to be used
+    would not see that it is faster again.
 
-    Two sub-batches are made so that the GPU just hides the CPU's attention. One that took longer
-    than predicted would, put down to the GPU's work, let still more CPU decodes be hidden behind
-    it, and so on to the bound. So it is put down to the CPU, whose rate varies with what else reads
-    the host's memory: as long as it should have taken at least 0.8 of the GPU's time by `base`, and
-    where nothing overran that factor falls back towards 1, so that it cannot stay too high. While
-    there are no such iterations it does so too, by half in some 230 of others, since a policy that
-    finds the CPU too slow to be used would not see that it is faster again.
+    The other stages share an iteration's error: one that took r times as long as predicted moves
+    each towards r, in proportion to its share of the predicted critical path: factor *= r ** (gain
+    * share). Iterations that differ in their shares tell stages apart in the long run.
+
+    Of two sub-batches only the slower side shows, and policies make both sides equally long: put
+    down to the GPU, what such iterations take longer would let still more CPU decodes be hidden
+    behind it, and so on to the bound. So it counts which share of the iterations the CPU attended,
+    on the mean: from 0.87 on, factors rise no further than to 1 / 0.87 of what they were below
+    that. Where it attended all the time, though the GPU was to take as long, the GPU may be
+    faster than believed: its factors then fall slowly, until the GPU's time shows again.
     """
 
     def __init__(self, base: CostModel, gain: float = _GAIN, bound: float = _BOUND) -> None:
@@ -50,6 +56,8 @@ class CorrectedCostModel:
         self._base = base
         self._gain = gain
         self._bound = bound
+        self._cpu_load = 0.0  # mean share of time that the CPU attends, with two sub-batches
+        self._sure = dict.fromkeys(GPU_STAGES, 1.0)  # factors while that was no doubtful one
 
     def linear_us(self, rows: int) -> float:
         return self._base.linear_us(rows) * self.factors[LINEAR]
@@ -78,37 +86,62 @@ class CorrectedCostModel:
     def copy_us(self, tokens: int) -> float:
         return self._base.copy_us(tokens)
 
-    def observe(self, plan: StepPlan, measured_us: float) -> None:
-        """Takes in how long an iteration took. Without a prediction nothing is learned."""
+    def observe(self, plan: StepPlan, measured_us: float, attended: CpuWork | None = None) -> None:
+        """Takes in how long an iteration took, and what the CPU attended meanwhile, tasks of other
+        iterations included (None: unknown). Without a prediction nothing is learned of the GPU."""
+        cpu_us = self._observe_cpu(attended)
         predicted = plan.predicted_us
-        if not predicted or measured_us <= 0:
+        if not predicted or not 1 / _OUTLIER < measured_us / predicted < _OUTLIER:
             return
-        ratio = measured_us / predicted
-        two, close = len(plan.sub_batches) > 1, 1.0
-        good_enough = _GOOD_ENOUGH_TWO if two else _GOOD_ENOUGH
-        if two and ratio >= 1 + good_enough:
-            close = min(1.0, _CLOSE * self.factors[CPU_ATTENTION])
-        elif self.factors[CPU_ATTENTION] > 1 and (two or not _cpu_decodes(plan)):
-            self.factors[CPU_ATTENTION] **= 1 - (_RELAX if two else _FORGET)
-        if abs(ratio - 1) < good_enough or not 1 / _OUTLIER < ratio < _OUTLIER:
-            return
-        ratio = min(max(ratio, 1 / _STEP), _STEP)
-        for stage, us in stage_times(self, plan, close).items():
-            share = min(1.0, us / predicted)
-            factor = self.factors[stage] * ratio ** (self._gain * share)
-            self.factors[stage] = min(max(factor, 1 / self._bound), self._bound)
+        if not any(batch.rows for batch in plan.sub_batches):
+            return  # it waited for parked cohorts
+        ratio = min(max(measured_us / predicted, 1 / _STEP), _STEP)
+        us = stage_times(self, plan)
+        two = len(plan.sub_batches) > 1
+        if two:
+            loads = [Load.of(batch.rows) for batch in plan.sub_batches]
+            if attended is None:
+                cpu_us = self.num_layers * sum(cpu_side_attention_us(self, load) for load in loads)
+            layers_us = measured_us - self.iteration_us(sum(load.completing for load in loads))
+            self._cpu_load += _MEMORY * (min(_STEP, cpu_us / max(1.0, layers_us)) - self._cpu_load)
+            ratio *= _DOUBT if self._cpu_load > _FULL else 1.0
+        for stage in GPU_STAGES:
+            share = min(1.0, us[stage] / predicted)
+            factor = _within(self._bound, self.factors[stage] * ratio ** (self._gain * share))
+            if two and self._cpu_load > _DOUBTFUL:
+                factor = min(factor, self._sure[stage] / _DOUBTFUL)
+                self._sure[stage] = min(factor, self._sure[stage])
+            else:
+                self._sure[stage] = factor
+            self.factors[stage] = factor
+
+    def _observe_cpu(self, attended: CpuWork | None) -> float:
+        """Takes in what the CPU has done; returns the µs that it took, hand-offs included.
+
+        Those are no part of what is measured, but of `base`: they take what a task takes whose rows
+        read one token each. A task that is no more than twice that says nothing."""
+        factor = self.factors[CPU_ATTENTION]
+        if attended is None or attended.tasks <= 0:
+            self.factors[CPU_ATTENTION] = min(factor, factor ** (1 - _FORGET))
+            return 0.0
+        rows, tokens = (round(each / attended.tasks) for each in (attended.rows, attended.tokens))
+        whole = self._base.cpu_attention_us(tokens, rows)
+        hand_off = self._base.cpu_attention_us(rows, rows)
+        busy = 1e6 * attended.busy_s / attended.tasks
+        if whole > 2 * hand_off and busy > 0:
+            ratio = min(max(busy / (whole - hand_off) / factor, 1 / _STEP), _STEP)
+            self.factors[CPU_ATTENTION] = _within(_CPU_BOUND, factor * ratio**self._gain)
+        return (busy + hand_off) * attended.tasks
 
 
-def _cpu_decodes(plan: StepPlan) -> bool:
-    """They are the last rows of a sub-batch."""
-    last = [batch.rows[-1] for batch in plan.sub_batches if batch.rows]
-    return any(row.placement is Placement.CPU for row in last)
+def _within(bound: float, factor: float) -> float:
+    return min(max(factor, 1 / bound), bound)
 
 
-def stage_times(cost: CostModel, plan: StepPlan, close: float = 1.0) -> Mapping[str, float]:
+def stage_times(cost: CostModel, plan: StepPlan) -> Mapping[str, float]:
     """µs of an iteration by stage, as far as they lie on its critical path: where the CPU's
-    attention takes longer than the GPU's work beside it, or than a share `close` of that, the CPU's
-    counts and that work does not."""
+    attention takes longer than the GPU's work beside it, the CPU's counts and that work does not.
+    """
     loads = [Load.of(batch.rows) for batch in plan.sub_batches]
     layers = cost.num_layers
     us = dict.fromkeys(STAGES, 0.0)
@@ -118,13 +151,11 @@ def stage_times(cost: CostModel, plan: StepPlan, close: float = 1.0) -> Mapping[
     beside_first, beside_second = gpu_halves_us(cost, first, second)
     if len(loads) == 1 and first.cpu_requests:  # one batch: nothing hides the CPU
         us[CPU_ATTENTION] = layers * cpu_side_attention_us(cost, first)
-    hidden_by_second = cpu_side_attention_us(cost, second) > close * beside_first
-    hidden_by_first = cpu_side_attention_us(cost, first) > close * beside_second
-    if len(loads) > 1 and hidden_by_second:
+    if len(loads) > 1 and cpu_side_attention_us(cost, second) > beside_first:
         us[CPU_ATTENTION] += layers * cpu_side_attention_us(cost, second)
     else:
         us[LINEAR] += layers * cost.linear_us(first.rows)
-    if len(loads) > 1 and hidden_by_first:
+    if len(loads) > 1 and cpu_side_attention_us(cost, first) > beside_second:
         us[CPU_ATTENTION] += layers * cpu_side_attention_us(cost, first)
     else:
         us[LINEAR] += layers * cost.linear_us(second.rows)

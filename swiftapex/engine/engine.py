@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
-from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.plan import CpuWork, StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import (
     SIDES,
@@ -109,6 +109,7 @@ class Engine:
         self._launched: _Launched | None = None  # an iteration whose tokens are still to come
         self._changed: list[Request] = []  # by iterations that nobody asked for
         self._last_end_s = 0.0
+        self._cpu_work: CpuWork | None = None  # of the CPU side until then
         self._touched = False  # whether KV that nobody has written has memory of its own
         self._dead: str | None = None
 
@@ -413,12 +414,18 @@ class Engine:
         now = time.perf_counter()
         end = now if tokens.done_s is None else tokens.done_s
         duration_us = (end - max(launched.record.start_s, self._last_end_s)) * 1e6
+        before, self._cpu_work = self._cpu_work, tokens.cpu_work
+        attended = tokens.cpu_work and before and tokens.cpu_work.since(before)
         if isinstance(self._cost_model, CorrectedCostModel):
-            self._cost_model.observe(launched.plan, duration_us)
+            self._cost_model.observe(launched.plan, duration_us, attended)
         if self._keep_iterations:
-            begin = max(launched.record.start_s, self._last_end_s)
             self.iterations.append(
-                dataclasses.replace(launched.record, start_s=begin, duration_us=duration_us)
+                dataclasses.replace(
+                    launched.record,
+                    start_s=max(launched.record.start_s, self._last_end_s),
+                    duration_us=duration_us,
+                    cpu_attention_us=attended and 1e6 * attended.busy_s,
+                )
             )
         self._last_end_s = end
         changed = []

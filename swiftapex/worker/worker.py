@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -173,7 +173,12 @@ class Worker:
         self._staged.clear()
         for ticket in moves:
             ticket.wait()
-        return StepResult(result.completing, self._parked.request_ids, result.fetch)
+
+        def fetch() -> Tokens:
+            tokens = result.fetch()  # waits
+            return replace(tokens, cpu_work=getattr(self._backends.cpu_attention, "work", None))
+
+        return StepResult(result.completing, self._parked.request_ids, fetch)
 
     def touch_kv(self) -> None:
         """Writes a byte of every page of the KV in host memory, as it is."""
