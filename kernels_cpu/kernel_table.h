@@ -83,12 +83,9 @@ struct KernelTable {
     void (*silu_mul[kNumDTypes])(const SiluMulArgs&, int thread, int num_threads);
     void (*argmax[kNumDTypes])(const ArgmaxArgs&, int thread, int num_threads);
     void (*read_stream)(const ReadStreamArgs&, int thread);
-    // By KV dtype. `scratch`: see paged_decode_attention.cpp, aligned to 64, one per thread. The
-    // merge must not begin before every thread has finished its pieces.
+    // By KV dtype. `scratch`: see paged_decode_attention.cpp, aligned to 64, one per thread.
     void (*decode_pieces[kNumKvDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
                                         void* scratch, int thread);
-    void (*decode_merge[kNumKvDTypes])(const DecodeAttentionArgs&, const DecodePlanView&,
-                                       void* scratch, int thread, int num_threads);
     // By KV dtype, without int8; see plain_decode_attention.cpp. context_lens [rows].
     void (*plain_append[kNumDTypes])(const DecodeAttentionArgs&, const int32_t* context_lens,
                                      int rows, int thread, int num_threads);

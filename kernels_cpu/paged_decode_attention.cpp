@@ -45,15 +45,11 @@ void paged_decode_attention(ThreadPool& pool, DecodePlan& plan, const DecodeAtte
     const DecodePlanView view = plan.view();
     const KernelTable& kernels = active_kernels();
     const auto attend = kernels.decode_pieces[args.kv_dtype];
-    auto pieces = [&](int thread) { attend(args, view, pool.scratch(thread), thread); };
+    auto pieces = [args, view, attend, &pool](int thread) {
+        attend(args, view, pool.scratch(thread), thread);
+    };
     pool.run(pieces, scratch_bytes(args));
     plan.end_call();
-    if (view.num_merges == 0 || view.pieces_left != nullptr) return;
-    const auto merge = kernels.decode_merge[args.kv_dtype];
-    auto merges = [&](int thread) {
-        merge(args, view, pool.scratch(thread), thread, pool.num_threads());
-    };
-    pool.run(merges, scratch_bytes(args));
 }
 
 }  // namespace swiftapex

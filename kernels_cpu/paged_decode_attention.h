@@ -35,7 +35,6 @@ class DecodePlan {
   private:
     void add_row(int row, int context, int head_begin, int head_end);
     void join_split_rows();
-    bool merges_are_small() const;
 
     std::vector<int32_t> context_lens_;
     int rows_, kv_heads_, block_size_, num_threads_;
@@ -43,14 +42,15 @@ class DecodePlan {
     std::vector<DecodePiece> pieces_;
     std::vector<int32_t> piece_begin_;
     std::vector<DecodeMerge> merges_;
-    std::vector<int32_t> pieces_left_;  // of each merge; empty: see DecodePlanView
-    std::vector<uint32_t> taken_;       // see DecodePlanView
+    std::vector<uint32_t> taken_, waiting_;  // see DecodePlanView
     uint32_t calls_ = 0;
-    int64_t num_merge_heads_ = 0;
     int64_t num_slots_ = 0;  // kv heads of all unfinished pieces
-    std::vector<float> values_, maxima_, sums_;
-    double part_weight_ = 0;  // of each thread: kv heads times tokens
-    double position_ = 0;     // on the line, while it is cut
+    std::vector<float> partial_;
+    int64_t partial_stride_ = 0;
+    int thread_cuts_ = 1;    // into which a thread's part of the line is cut
+    int num_cuts_ = 0;       // so far
+    double cut_weight_ = 0;  // from cut to cut: kv heads times tokens
+    double position_ = 0;    // on the line, while it is cut
 };
 
 // Throws std::invalid_argument where they do not fit each other, or the kernels.

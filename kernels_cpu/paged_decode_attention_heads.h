@@ -249,14 +249,14 @@ struct BlockRunner {
 // Prepares a tile's query heads and their state for a new piece.
 template <class T, class A>
 struct StartRunner {
-    const A* q;  // of the tile's first query head, as all that follow
+    const A* q;  // of the tile's first query head, as all that follow; null: `queries` has it
     int head_dim;
     float scale;
     float *queries, *values, *maxima, *sums;
 
     template <int Heads>
     void run() const {
-        Scores<T>::template read_queries<Heads>(q, head_dim, scale, queries);
+        if (q != nullptr) Scores<T>::template read_queries<Heads>(q, head_dim, scale, queries);
         for (int i = 0; i < Heads * kWidth; i += kWidth) {
             store(maxima + i, set1(-kInfinity));
             store(sums + i, zero());

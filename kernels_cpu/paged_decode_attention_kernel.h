@@ -53,19 +53,27 @@ struct DecodePieceRunner {
 
     // Of the piece's query head h: a split row's values stay where the merge finds them.
     float* values(const DecodePiece& piece, int64_t h) const {
-        float* first =
-            piece.slot < 0 ? scratch.values : plan.values + piece.slot * group() * padded();
-        return first + h * padded();
+        if (piece.slot < 0) return scratch.values + h * padded();
+        return partial_values(piece.slot + h / group(), int(h % group()));
     }
+    float* partial_values(int64_t slot, int g) const {
+        return plan.partial + slot * plan.partial_stride + g * padded();
+    }
+    // Maximum, and group() further sum, of a slot's q head g.
+    float* partial_state(int64_t slot, int g) const { return partial_values(slot, group()) + g; }
 
-    void begin(const DecodePiece& piece) const {
+    // before: the piece whose queries are in scratch memory, or null.
+    void begin(const DecodePiece& piece, const DecodePiece* before) const {
+        const bool has_queries = before != nullptr && before->row == piece.row &&
+                                 before->head_begin == piece.head_begin &&
+                                 before->head_end == piece.head_end;
         const A* q = static_cast<const A*>(args.q) + piece.row * args.q_stride +
                      int64_t(piece.head_begin) * group() * args.head_dim;
         for_tiles(piece, [&](int heads, int64_t h) {
             with_tile_heads(
-                heads, StartRunner<T, A>{q + h * args.head_dim, args.head_dim, base2_scale(),
-                                         queries(h), values(piece, h), scratch.maxima + h * kWidth,
-                                         scratch.sums + h * kWidth});
+                heads, StartRunner<T, A>{has_queries ? nullptr : q + h * args.head_dim,
+                                         args.head_dim, base2_scale(), queries(h), values(piece, h),
+                                         scratch.maxima + h * kWidth, scratch.sums + h * kWidth});
         });
     }
 
@@ -161,37 +169,40 @@ struct DecodePieceRunner {
         A* out = static_cast<A*>(args.out) + piece.row * args.out_stride +
                  int64_t(piece.head_begin) * group() * args.head_dim;
         const bool is_whole = piece.slot < 0;  // else others have parts of the row
-        const int64_t kept = piece.slot * group();
         for_tiles(piece, [&](int heads, int64_t h) {
+            float* kept =
+                is_whole ? nullptr : partial_state(piece.slot + h / group(), int(h % group()));
             with_tile_heads(
                 heads, FinishRunner<T, A>{scratch.maxima + h * kWidth, scratch.sums + h * kWidth,
                                           values(piece, h), args.head_dim,
-                                          is_whole ? out + h * args.head_dim : nullptr,
-                                          is_whole ? nullptr : plan.maxima + kept + h,
-                                          is_whole ? nullptr : plan.sums + kept + h});
+                                          is_whole ? out + h * args.head_dim : nullptr, kept,
+                                          is_whole ? nullptr : kept + group()});
         });
     }
 
     void run(int thread) const {
         Scores<T>::begin(tiles.heads(0));
-        run_pieces_of(thread);
+        const DecodePiece* before = run_pieces_of(thread, nullptr);
         for (int i = 1; i < plan.num_threads && plan.threads_share; ++i) {
-            run_pieces_of((thread + i) % plan.num_threads);
+            before = run_pieces_of((thread + i) % plan.num_threads, before);
         }
         Scores<T>::end();
     }
 
-    // Those that nobody has taken yet. Who computes a piece does not show in its result.
-    void run_pieces_of(int thread) const {
+    // Those that nobody has taken yet. Who computes a piece does not show in its result. Takes and
+    // returns the last piece that this thread has computed, or null.
+    const DecodePiece* run_pieces_of(int thread, const DecodePiece* before) const {
         const int end = plan.piece_begin[thread + 1];
         for (int i = take_piece(thread); i < end; i = take_piece(thread)) {
             const DecodePiece& piece = plan.pieces[i];
             const bool more = i + 1 < end && plan.pieces[i + 1].token_end > 0;
-            begin(piece);
+            begin(piece, before);
             attend(piece, more ? first_planes(plan.pieces[i + 1]) : Planes{nullptr, 0});
             finish(piece);
-            if (piece.merge >= 0 && plan.pieces_left != nullptr) finish_merge(piece.merge);
+            if (piece.merge >= 0) join(piece);
+            before = &piece;
         }
+        return before;
     }
 
     // The next piece of a thread that is not taken; piece_begin[thread + 1] if all are. A call
@@ -199,7 +210,7 @@ struct DecodePieceRunner {
     int take_piece(int thread) const {
         const uint32_t count = uint32_t(plan.piece_begin[thread + 1] - plan.piece_begin[thread]);
         const uint32_t before = plan.calls * count;
-        uint32_t* word = plan.taken + thread * kPieceCounterStep;
+        uint32_t* word = plan.taken + thread * kCounterStep;
         uint32_t taken = __atomic_load_n(word, __ATOMIC_RELAXED);
         while (taken - before < count &&
                !__atomic_compare_exchange_n(word, &taken, taken + 1, true, __ATOMIC_RELAXED,
@@ -208,70 +219,49 @@ struct DecodePieceRunner {
         return plan.piece_begin[thread] + int(taken - before);
     }
 
-    // The counter orders the pieces' results before the reading of them. It does not matter who
-    // merges: the order of the pieces is that of their slots.
-    void finish_merge(int index) const {
-        const DecodeMerge& merge = plan.merges[index];
-        int32_t& left = plan.pieces_left[index];
-        if (__atomic_sub_fetch(&left, 1, __ATOMIC_ACQ_REL) > 0) return;
-        __atomic_store_n(&left, merge.num_pieces, __ATOMIC_RELAXED);
-        const int heads = (merge.head_end - merge.head_begin) * group();
-        for (int h = 0; h < heads; ++h) merge_head(merge, h);
+    // Results are merged in pairs of neighbours, and these in pairs again. The thread that finishes
+    // the second of two merges them into the first one's slot and goes on; so the last thread has
+    // the logarithm of the pieces to do, and it does not show in the result who it was.
+    void join(const DecodePiece& piece) const {
+        const DecodeMerge& merge = plan.merges[piece.merge];
+        const int64_t heads = merge.head_end - merge.head_begin;
+        int64_t left = (piece.slot - merge.slot) / heads;
+        for (int64_t step = 1; step < merge.num_pieces; step *= 2) {
+            left = left / (2 * step) * (2 * step);
+            if (left + step >= merge.num_pieces) continue;
+            const int64_t to = merge.slot + left * heads, from = to + step * heads;
+            // Orders the other thread's result before the reading of it.
+            if (__atomic_xor_fetch(plan.waiting + from * kCounterStep, 1, __ATOMIC_ACQ_REL)) return;
+            for (int64_t head = 0; head < heads; ++head) merge_slots(to + head, from + head);
+        }
+        for (int head = merge.head_begin; head < merge.head_end; ++head) write_merged(merge, head);
     }
 
-    // One query head of a split row: 2^(maximum - highest) weighs each piece's sum and values. The
-    // weights take the place of the maxima.
-    void merge_head(const DecodeMerge& merge, int h) const {
-        const int64_t step = int64_t(merge.head_end - merge.head_begin) * group();
-        const int64_t first = merge.slot * group() + h;
-        float highest = -kInfinity;
-        for (int i = 0; i < merge.num_pieces; ++i) {
-            const float maximum = plan.maxima[first + i * step];
-            if (maximum > highest) highest = maximum;
-        }
-        float total = 0.0f;
-        for (int i = 0; i < merge.num_pieces; ++i) {
-            const int64_t slot = first + i * step;
+    // Adds `from` to `to`: 2^(maximum - highest) weighs each one's sums and values.
+    void merge_slots(int64_t to, int64_t from) const {
+        for (int g = 0; g < group(); ++g) {
+            float *a = partial_state(to, g), *b = partial_state(from, g);
+            const float highest = *a > *b ? *a : *b;
+            const F32 a_weight = exp2(set1(*a - highest)), b_weight = exp2(set1(*b - highest));
+            float* sum = a + group();
             float lanes[kWidth];
-            store(lanes, exp2(set1(plan.maxima[slot] - highest)));
-            plan.maxima[slot] = lanes[0];
-            total += lanes[0] * plan.sums[slot];
-        }
-        for (int d = 0; d < padded(); d += kPair) merge_pair(merge, first, step, d);
-        const int64_t q_head = int64_t(merge.head_begin) * group() + h;
-        write_head<T>(
-            scratch.values, args.head_dim, 1.0f / total,
-            static_cast<A*>(args.out) + merge.row * args.out_stride + q_head * args.head_dim);
-    }
-
-    // One vector pair of a head's values, by the weights of the slots first, first + step, ...
-    void merge_pair(const DecodeMerge& merge, int64_t first, int64_t step, int d) const {
-        F32 a = zero(), b = zero();
-        for (int i = 0; i < merge.num_pieces; ++i) {
-            const int64_t slot = first + i * step;
-            const F32 weight = set1(plan.maxima[slot]);
-            const float* values = plan.values + slot * padded() + d;
-            a = fma(weight, load(values), a);
-            b = fma(weight, load(values + kWidth), b);
-        }
-        store(scratch.values + d, a);
-        store(scratch.values + d + kWidth, b);
-    }
-
-    // The kv heads of all merges lie on one line, of which each thread takes an
-    // equal length.
-    void merge(int thread, int num_threads) const {
-        int64_t begin = plan.num_merge_heads * thread / num_threads;
-        int64_t end = plan.num_merge_heads * (thread + 1) / num_threads;
-        for (int i = 0; i < plan.num_merges && end > 0; ++i) {
-            const DecodeMerge& merge = plan.merges[i];
-            const int64_t heads = merge.head_end - merge.head_begin;
-            const int64_t last = end < heads ? end : heads;
-            for (int64_t h = begin > 0 ? begin : 0; h < last; ++h) {
-                for (int g = 0; g < group(); ++g) merge_head(merge, int(h) * group() + g);
+            store(lanes, fma(set1(b[group()]), b_weight, mul(set1(*sum), a_weight)));
+            *a = highest;
+            *sum = lanes[0];
+            float *x = partial_values(to, g), *y = partial_values(from, g);
+            for (int d = 0; d < padded(); d += kWidth) {
+                store(x + d, fma(load(y + d), b_weight, mul(load(x + d), a_weight)));
             }
-            begin -= heads;
-            end -= heads;
+        }
+    }
+
+    void write_merged(const DecodeMerge& merge, int head) const {
+        const int64_t slot = merge.slot + head - merge.head_begin;
+        A* out = static_cast<A*>(args.out) + merge.row * args.out_stride +
+                 int64_t(head) * group() * args.head_dim;
+        for (int g = 0; g < group(); ++g) {
+            write_head<T>(partial_values(slot, g), args.head_dim,
+                          1.0f / partial_state(slot, g)[group()], out + g * args.head_dim);
         }
     }
 };
@@ -298,14 +288,6 @@ void decode_pieces(const DecodeAttentionArgs& args, const DecodePlanView& plan, 
                    int thread) {
     with_decode_runner<T>(args, plan, scratch,
                           [thread](const auto& runner) { runner.run(thread); });
-}
-
-template <class T>
-void decode_merge(const DecodeAttentionArgs& args, const DecodePlanView& plan, void* scratch,
-                  int thread, int num_threads) {
-    with_decode_runner<T>(args, plan, scratch, [thread, num_threads](const auto& runner) {
-        runner.merge(thread, num_threads);
-    });
 }
 
 }  // namespace swiftapex::SWIFTAPEX_ISA

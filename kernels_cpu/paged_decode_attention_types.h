@@ -54,28 +54,27 @@ struct DecodePlanView {
     const int32_t* piece_begin;  // [threads + 1]: thread t has pieces [t] up to [t + 1]
     int32_t num_threads;
     bool threads_share;  // threads take over pieces of others
-    // [threads], kPieceCounterStep apart: how many of a thread's pieces were taken in all calls, of
+    // [threads], kCounterStep apart: how many of a thread's pieces were taken in all calls, of
     // which there were `calls` before this one.
     uint32_t* taken;
     uint32_t calls;
     const DecodeMerge* merges;
-    int32_t num_merges;
-    int64_t num_merge_heads;  // sum of their kv heads
-    // Pieces of each merge that are not finished yet: the thread that finishes the last one merges,
-    // and sets the count back for the next call. Null: a second fork-join merges.
-    int32_t* pieces_left;
-    // Unnormalised results, one row per q head: slot * group + g.
-    float* values;  // [.., padded_head_dim(head_dim)], in the order of the KV
-                    // dtype's vector pairs
-    float* maxima;  // of the logits in base 2
-    float* sums;    // of 2^(logit - maximum)
+    // [slots], kCounterStep apart: 1 where one of the two results that are merged there is
+    // finished; see DecodePieceRunner::join(). 0 between calls.
+    uint32_t* waiting;
+    // [slots, partial_stride], cache lines that no two slots share: the unnormalised values of a kv
+    // head's q heads [group, padded_head_dim(head_dim)], in the order of the KV dtype's vector
+    // pairs; the maxima of their logits in base 2 [group]; their sums of 2^(logit - maximum)
+    // [group].
+    float* partial;
+    int64_t partial_stride;
 };
 
 // Rows of float32 in scratch memory are padded to whole vector pairs of every
 // instruction set.
 constexpr int32_t padded_head_dim(int32_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
-constexpr int32_t kPieceCounterStep = 16;  // a cache line
+constexpr int32_t kCounterStep = 16;  // a cache line
 constexpr int32_t kMaxBlockSize = 128;
 constexpr int32_t kMaxQueryRows = 4;  // of float32 that a query head may occupy in scratch memory
 

@@ -31,7 +31,7 @@ ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus, Caller cal
     : num_threads_(num_threads),
       caller_(caller),
       spin_us_(spin_us),
-      claimed_(static_cast<size_t>(std::max(num_threads, 0))) {
+      parts_(static_cast<size_t>(std::max(num_threads, 0))) {
     if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least one thread");
     scratch_.assign(static_cast<size_t>(num_threads), nullptr);
     const int first = caller == Caller::kWorks ? 1 : 0;
@@ -65,17 +65,16 @@ void ThreadPool::run(Task task, void* context, size_t scratch_bytes) {
     prepare(scratch_bytes);
     task_ = task;
     context_ = context;
-    pending_.store(static_cast<uint32_t>(num_threads_), std::memory_order_relaxed);
     const uint32_t generation = generation_.fetch_add(1) + 1;
     if (sleeping_.load() > 0) futex_wake_all(generation_);
     if (caller_ == Caller::kWorks) {
-        for (int part = 0; part < num_threads_; ++part) {
-            if (!claim(part, generation)) continue;
-            task(context, part);
-            pending_.fetch_sub(1);
+        for (size_t i = 0; i < parts_.size(); ++i) {
+            if (!claim(parts_[i], generation)) continue;
+            task(context, static_cast<int>(i));
+            parts_[i].done.store(generation, std::memory_order_relaxed);
         }
     }
-    wait_for_workers();
+    wait_for_parts(generation);
 }
 
 void ThreadPool::prepare(size_t scratch_bytes) {
@@ -83,24 +82,33 @@ void ThreadPool::prepare(size_t scratch_bytes) {
     reserve_scratch(scratch_bytes);
 }
 
-bool ThreadPool::claim(int part, uint32_t generation) {
-    std::atomic<uint32_t>& word = claimed_[static_cast<size_t>(part)].generation;
+bool ThreadPool::claim(Part& part, uint32_t generation) {
     uint32_t previous = generation - 1;
-    return word.load(std::memory_order_relaxed) == previous &&
-           word.compare_exchange_strong(previous, generation, std::memory_order_acq_rel);
+    return part.taken.load(std::memory_order_relaxed) == previous &&
+           part.taken.compare_exchange_strong(previous, generation, std::memory_order_acq_rel);
 }
 
-void ThreadPool::wait_for_workers() {
-    const auto done = [this] { return pending_.load(std::memory_order_acquire) == 0; };
+void ThreadPool::wait_for_parts(uint32_t generation) {
+    size_t i = 0;
+    const auto done = [&] {
+        while (i < parts_.size() && parts_[i].done.load(std::memory_order_acquire) == generation) {
+            ++i;
+        }
+        return i == parts_.size();
+    };
     if (done() || spin(done, spin_us_)) return;
     caller_sleeps_.store(true);
-    for (uint32_t left = pending_.load(); left != 0; left = pending_.load()) {
-        futex_wait(pending_, left);
+    for (; i < parts_.size(); ++i) {
+        std::atomic<uint32_t>& word = parts_[i].done;
+        for (uint32_t last = word.load(); last != generation; last = word.load()) {
+            futex_wait(word, last);
+        }
     }
     caller_sleeps_.store(false);
 }
 
 void ThreadPool::work(int thread) {
+    Part& part = parts_[static_cast<size_t>(thread)];
     uint32_t seen = 0;
     const auto called = [&] { return generation_.load(std::memory_order_acquire) != seen; };
     while (true) {
@@ -111,9 +119,10 @@ void ThreadPool::work(int thread) {
         }
         seen = generation_.load(std::memory_order_acquire);
         if (stop_.load(std::memory_order_relaxed)) return;
-        if (!claim(thread, seen)) continue;
+        if (!claim(part, seen)) continue;
         task_(context_, thread);
-        if (pending_.fetch_sub(1) == 1 && caller_sleeps_.load()) futex_wake_all(pending_);
+        part.done.store(seen);
+        if (caller_sleeps_.load()) futex_wake_all(part.done);
     }
 }
 

@@ -38,8 +38,13 @@ class ThreadPool {
 
     template <class Function>
     void run(Function& function, size_t scratch_bytes = 0) {
-        run([](void* context, int thread) { (*static_cast<Function*>(context))(thread); },
-            static_cast<void*>(&function), scratch_bytes);
+        const Task task = [](void* context, int thread) {
+            // What the function captured by value: the caller's cache has it, so fetch all at once.
+            const char* captured = static_cast<const char*>(context);
+            for (size_t i = 0; i < sizeof(Function); i += 64) __builtin_prefetch(captured + i);
+            (*static_cast<Function*>(context))(thread);
+        };
+        run(task, static_cast<void*>(&function), scratch_bytes);
     }
 
     // Calls function(0) on the calling thread, as a run() of one part.
@@ -61,18 +66,20 @@ class ThreadPool {
     void close();
 
   private:
-    // The last generation in which a part was taken, in a cache line that its thread alone writes
-    // to as a rule: threads that begin at once would pass a shared one around.
-    struct alignas(64) Claim {
-        std::atomic<uint32_t> generation{0};
+    // The last generations in which a part was taken and done. Each has a cache line of its own,
+    // which its thread alone writes to as a rule: threads that begin or end at once would pass a
+    // shared one around.
+    struct alignas(64) Part {
+        std::atomic<uint32_t> taken{0};
+        std::atomic<uint32_t> done{0};
     };
 
     void work(int thread);
-    bool claim(int part, uint32_t generation);
+    static bool claim(Part& part, uint32_t generation);
     void start_thread(int thread, int cpu);
     void prepare(size_t scratch_bytes);
     void reserve_scratch(size_t bytes);
-    void wait_for_workers();
+    void wait_for_parts(uint32_t generation);
 
     const int num_threads_;
     const Caller caller_;
@@ -81,27 +88,26 @@ class ThreadPool {
     bool closed_ = false;
     std::mutex run_mutex_;  // one run() or close() at a time
     std::vector<std::thread> threads_;
-    std::vector<Claim> claimed_;  // [part]
+    std::vector<Part> parts_;     // [part]
     std::vector<void*> scratch_;  // [part]
     size_t scratch_bytes_ = 0;
-    Task task_ = nullptr;
-    void* context_ = nullptr;
 
-    // The protocol. run() writes task_ and context_, sets pending_ to the number of parts and then
-    // raises generation_. claimed_[part] holds the last generation in which the part was taken;
-    // whoever moves it from g - 1 to g owns that part, and as run() of generation g does not
-    // return before the part is done, task_ and context_ are valid and stay so. A thread that is
-    // too late fails to move the word and touches nothing. The end of a part lowers pending_.
+    // The protocol. run() writes task_ and context_ and then raises generation_, all in the cache
+    // line that waiting threads look at. parts_[i].taken holds the last generation in which part i
+    // was taken; whoever moves it from g - 1 to g owns that part, and as run() of generation g does
+    // not return before the part is done, task_ and context_ are valid and stay so. A thread that
+    // is too late fails to move the word and touches nothing. The owner ends with done = g.
     //
-    // generation_ and pending_ double as futex words. Each side announces its sleep (sleeping_,
+    // generation_ and done double as futex words. Each side announces its sleep (sleeping_,
     // caller_sleeps_) before its last look at the word, and the other side changes the word
     // before it looks at the announcement; both are sequentially consistent, so that one of the
     // two always sees the other and no wake-up is lost.
     alignas(64) std::atomic<uint32_t> generation_{0};
+    Task task_ = nullptr;
+    void* context_ = nullptr;
     std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false};
-    alignas(64) std::atomic<uint32_t> pending_{0};
-    std::atomic<bool> caller_sleeps_{false};
+    alignas(64) std::atomic<bool> caller_sleeps_{false};
 };
 
 }  // namespace swiftapex

@@ -228,10 +228,12 @@ def test_a_plan_serves_every_layer() -> None:
         assert (out - case.reference()).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("contexts", [[300, 1, 0, 45, 130] * 4, [512], [1300]])
 @pytest.mark.parametrize("num_threads", [2, 7])
-def test_pieces_taken_over_give_the_same_bits(num_threads: int) -> None:
-    """Calls of one plan, more pieces than threads; the last pool's threads sleep when it begins."""
-    case = Case(8, 4, [300, 1, 0, 45, 130] * 4, 64)
+def test_pieces_taken_over_give_the_same_bits(num_threads: int, contexts: list[int]) -> None:
+    """Calls of one plan, more pieces than threads, also where that takes cuts within a row whose
+    results are merged; the last pool's threads sleep when it begins."""
+    case = Case(8, 4, contexts, 64)
     q, k, v = case.heads()
     plan = kernels.DecodePlan(case.lens.data_ptr(), len(case.lens), 4, 32, num_threads)
     assert plan.num_pieces >= 2 * num_threads

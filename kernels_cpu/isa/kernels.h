@@ -30,7 +30,6 @@ const KernelTable* kernels() {
         {argmax<float>, argmax<Half>, argmax<BFloat16>},
         read_stream,
         {decode_pieces<float>, decode_pieces<Half>, decode_pieces<BFloat16>, decode_pieces<Int8>},
-        {decode_merge<float>, decode_merge<Half>, decode_merge<BFloat16>, decode_merge<Int8>},
         {plain_append<float>, plain_append<Half>, plain_append<BFloat16>},
         {plain_attend<float>, plain_attend<Half>, plain_attend<BFloat16>},
         {{convert<float, float>, convert<float, Half>, convert<float, BFloat16>},

@@ -68,5 +68,6 @@ void test_layer_math();
 void test_argmax();
 void test_convert();
 void test_decode_attention();
+void test_read_stream();
 
 }  // namespace swiftapex::tests

@@ -31,7 +31,8 @@ int main(int argc, char** argv) {
                           {"layer_math", test_layer_math},
                           {"argmax", test_argmax},
                           {"convert", test_convert},
-                          {"decode_attention", test_decode_attention}};
+                          {"decode_attention", test_decode_attention},
+                          {"read_stream", test_read_stream}};
     int ran = 0, failed = 0;
     for (const Test& test : tests) {
         if (!named(test.name, argc - 1, argv + 1)) continue;
