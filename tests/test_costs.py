@@ -15,6 +15,7 @@ from swiftapex.cost_model import (
     CHUNKS,
     DECODES,
     TWO_BATCHES,
+    TWO_DECODES,
     Load,
     asymmetric_us,
     gpu_only_us,
@@ -182,6 +183,10 @@ def test_measured_model_reads_its_tables_and_missing_ones_cost_nothing() -> None
     assert cost.linear_us(0) == 0 and cost.linear_us(300) == cost.linear_us(10_000) == 10
     assert cost.host_us(TWO_BATCHES) == 7 and cost.host_us("unheard of") == 0
     assert cost.copy_us(500) == pytest.approx(1000)
+    two = MeasuredCostModel(constant_tables(host_us={TWO_DECODES: 1e6, TWO_BATCHES: 2e6}))
+    first, second = Load(2, 20, gpu_requests=2), Load(1, 0, 10, cpu_requests=1)
+    assert asymmetric_us(two, first, second) == 1e6  # one graph
+    assert asymmetric_us(two, Load(6, 20, chunks=((4, 0),), gpu_requests=2), second) == 2e6
     nothing = {"hand_off": Line(), "layerwise": Line(), "copy": Line()}
     alone = MeasuredCostModel(constant_tables(cpu_attention=Grid(), **nothing))
     assert alone.cpu_attention_us(100) == alone.hand_off_us(3) == alone.copy_us(9) == 0

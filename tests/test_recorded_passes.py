@@ -32,38 +32,45 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def modules() -> Iterator[dict[str, Any]]:
-    """Passes are recorded the second time that they come."""
+    """Passes are recorded the first time that they come."""
     with (
         cuda_modules() as found,
         mock.patch.object(worker_module, "make_backends", maker(found)),
-        mock.patch.object(found["cuda_graphs"], "HYBRID_SEEN_BEFORE", 1),
+        mock.patch.object(found["cuda_graphs"], "HYBRID_SEEN_BEFORE", 0),
     ):
         yield found
 
 
-@pytest.mark.usefixtures("modules")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_tokens_equal_the_oracles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Also where spans are traced now and then, and what was recorded is forgotten."""
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "async_overlap"])
+def test_tokens_equal_the_oracles(
+    monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any], name: str
+) -> None:
+    """Also where spans are traced now and then, and where what was recorded is forgotten."""
     rng, execute = random.Random(name), Worker.execute
+    lane, replayed = modules["cuda_lane"].CudaCpuLane, []
 
     def disturbed(self: Worker, plan: Any) -> Any:
-        if not hasattr(self, "traced"):
-            self.traced = False  # type: ignore[attr-defined]
-            self._repeated._is_traced = lambda: self.traced  # type: ignore[attr-defined]
         if rng.random() < 0.1:
-            self.traced = not self.traced  # type: ignore[attr-defined]
+            traced = rng.random() < 0.5
+            self._repeated._is_traced = lambda: traced  # type: ignore[attr-defined]
         if rng.random() < 0.03:
             self._repeated.forget()
         return execute(self, plan)
 
+    def counted(self: Any, recorded: Any, batches: Any, launch: Any) -> None:
+        replayed.append(len(batches))
+        replay(self, recorded, batches, launch)
+
+    replay = lane.replay
     monkeypatch.setattr(Worker, "execute", disturbed)
-    tally, before = Tally(), Graph.num_replayed
-    for seed in range(4):
+    monkeypatch.setattr(lane, "replay", counted)
+    tally = Tally()
+    for seed in range(3):
         policy, args = strategy(name, seed)
         run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
     assert tally.cpu_tokens > 0 and not tally.forgiven
-    assert Graph.num_replayed > before + 10 or name in ("async_overlap", "apex", "model_based")
+    sub_batches = {"sequential": {1}, "random": {1, 2}}.get(name, {2})
+    assert len(replayed) > 5 and set(replayed) <= sub_batches
 
 
 class Stream:
@@ -132,7 +139,8 @@ class Pass:
 
 
 def test_replays_may_be_launched_one_behind_the_other(modules: dict[str, Any]) -> None:
-    """All tasks are queued, over the same words and memory, before the stream does any."""
+    """All tasks are queued, over the same words and memory, before the stream does any. A lane
+    that is closed then lets the stream have them all, which would else wait for ever."""
     rng, stream = random.Random(0), Stream(0)
     recorded = Pass(modules)
     kv = [tensor.clone() for tensor in recorded.kv]
@@ -156,12 +164,12 @@ def test_replays_may_be_launched_one_behind_the_other(modules: dict[str, Any]) -
             recorded.lane.replay(
                 recorded.hand_offs, batches, lambda one=one_pass: stream.launch(one)
             )
-        stream.synchronize()
+    cuda = modules["cuda_lane"].torch.cuda
+    with mock.patch.object(cuda, "synchronize", lambda *_: stream.synchronize()):
+        recorded.lane.close()
     for number, i, layer, out in expected:
         torch.testing.assert_close(results[number][i][layer][: len(out)], out)
     torch.testing.assert_close(recorded.kv, kv)
-    recorded.lane._collect()
-    recorded.lane.close()
 
 
 def test_an_error_in_a_task_holds_nothing_up_and_is_raised_later(modules: dict[str, Any]) -> None:
@@ -182,6 +190,26 @@ def test_a_pass_whose_tasks_cannot_be_queued_is_not_launched(modules: dict[str, 
     with pytest.raises(RuntimeError, match="closed"):
         recorded.lane.replay(recorded.hand_offs, good, launch)
     launch.assert_not_called()
+
+
+def test_a_recording_whose_replay_failed_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]
+) -> None:
+    """Its tasks may still be queued, over its words. The engine ends, and nothing hangs."""
+    hybrid: list[Recordings[Any]] = []
+    graphs = modules["cuda_graphs"].CudaGraphs
+    make = graphs.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        make(self, *args)
+        hybrid.append(self._hybrid)
+
+    monkeypatch.setattr(graphs, "__init__", noted)
+    monkeypatch.setattr(Graph, "replay", mock.Mock(side_effect=RuntimeError("no launch")))
+    with pytest.raises(AssertionError) as failed:
+        run_schedule("gqa-3", *strategy("symmetric", 0), 0, Tally(), late=False, device="cuda")
+    assert "no launch" in str(failed.value.__cause__)
+    assert len(hybrid) == 1 and not hybrid[0]._kept
 
 
 def test_bytes_of_a_replay_are_counted_with_its_padding(modules: dict[str, Any]) -> None:

@@ -45,6 +45,15 @@ class Slot:
         """Of Q, K, V and O, which cross the link."""
         return self.qkv[0].nbytes + self.out[0].nbytes
 
+    def first(self, rows: int) -> dict[str, Tensor]:
+        """What a task of so many rows works on, as `CpuLane.submit` takes it."""
+        return {
+            "qkv": self.qkv[:rows],
+            "out": self.out[:rows],
+            "arrival": self.arrival,
+            "done": self.done,
+        }
+
     def send(self, qkv: Tensor) -> None:
         """qkv [rows, q_heads + 2 * kv_heads, head_dim] on the device, rows of any stride."""
         row_bytes = qkv[0].nbytes
@@ -128,22 +137,15 @@ class RecordedHandOffs:
         self, lane: CpuLane, batches: Sequence[AttentionBatch | None]
     ) -> list[LaneTicket[Tensor]]:
         """The tasks of one replay, in the order of the recorded calls."""
+        memory = [
+            {} if slot is None or batch is None else slot.first(batch.num_decodes)
+            for slot, batch in zip(self._slots, batches, strict=True)
+        ]
         tasks = []
         for index, layer, kv, shape in self._calls:
-            slot, batch = self._slots[index], batches[index]
-            assert slot is not None and batch is not None
-            tasks.append(
-                lane.submit(
-                    layer,
-                    kv,
-                    batch,
-                    shape,
-                    slot.qkv[: batch.num_decodes],
-                    out=slot.out[: batch.num_decodes],
-                    arrival=slot.arrival,
-                    done=slot.done,
-                )
-            )
+            batch = batches[index]
+            assert batch is not None
+            tasks.append(lane.submit(layer, kv, batch, shape, **memory[index]))
         return tasks
 
 

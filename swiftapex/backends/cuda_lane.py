@@ -80,16 +80,7 @@ class CudaCpuLane:
         slot = self._take_slot(rows, shape, qkv.dtype)
         self.link_bytes += rows * slot.row_bytes
         slot.send(qkv)
-        task = self._lane.submit(
-            layer,
-            kv,
-            batch,
-            shape,
-            slot.qkv[:rows],
-            out=slot.out[:rows],
-            arrival=slot.arrival,
-            done=slot.done,
-        )
+        task = self._lane.submit(layer, kv, batch, shape, **slot.first(rows))
         return CudaTicket(self, slot, rows, task)
 
     def take(self, slot: Slot, rows: int, task: LaneTicket[Tensor]) -> Tensor:

@@ -1,8 +1,10 @@
 """How much of a GPU's memory is left for KV: the largest pass tries it out. No torch.
 
 With one block of KV, in which all dummy requests write over each other, the workers run the
-largest pass there can be and record every graph. What weights, libraries, graphs and other
-processes hold then, and what that pass needed beside it, is not there for KV.
+largest pass there can be and record the graph of every number of GPU decodes. What weights,
+libraries, graphs and other processes hold then, and what that pass needed beside it, is not there
+for KV. Graphs of passes with CPU rows are recorded as they come, in what `memory_share` leaves:
+their kinds are too many to try out, and their number is bounded.
 """
 
 from __future__ import annotations
