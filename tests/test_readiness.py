@@ -109,49 +109,34 @@ def test_one_rank_asks_its_own_ticket() -> None:
 
 
 def test_the_launching_thread_stays_near_the_device() -> None:
-    device = Device()
-    ahead = LaunchAhead(num_layers=32, progress=device, limit=2, run_up=4)
+    device, looks = Device(), 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    ahead = LaunchAhead(limit=2, progress=device, meanwhile=look)
     for _ in range(2):
         ahead.layer_launched()
-    ahead.wait_until_near(layer=2)
+    ahead.wait_until_near()
+    assert looks == 1
     ahead.layer_launched()
     assert device.posted == [1, 2, 3]
-    waits_until_done(ahead, device, layer=3, done=1)  # of three
-
-
-def test_the_launching_thread_may_be_further_ahead_at_the_end_of_a_pass() -> None:
-    device = Device()
-    ahead = LaunchAhead(num_layers=32, progress=device, limit=2, run_up=4)
-    for _ in range(31):
-        ahead.layer_launched()
-    device.done = 25
-    ahead.wait_until_near(layer=31)  # six ahead
-    waits_until_done(ahead, device, layer=29, done=27)
-    waits_until_done(ahead, device, layer=31, done=25)
-    waits_until_done(ahead, device, layer=27, done=29)
-
-
-def test_a_synchronous_device_is_always_near() -> None:
-    ahead = LaunchAhead(num_layers=4)
-    ahead.layer_launched()
-    ahead.wait_until_near(layer=1)
-
-
-def waits_until_done(ahead: LaunchAhead, device: Device, layer: int, done: int) -> None:
-    """`ahead` waits for as long as the device has done less."""
-    device.done = min(device.done, done - 1)
     passed = threading.Event()
 
     def launch() -> None:
-        ahead.wait_until_near(layer)
+        ahead.wait_until_near()
         passed.set()
 
     thread = threading.Thread(target=launch)
     thread.start()
-    assert not passed.wait(0.05)
-    device.done = done
+    assert not passed.wait(0.1), "three layers are launched and none is done"
+    device.done = 1
     assert passed.wait(5)
     thread.join()
+    assert looks > 2
+    LaunchAhead().layer_launched()
+    LaunchAhead().wait_until_near()  # a synchronous device is always near
 
 
 class Device:

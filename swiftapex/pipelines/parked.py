@@ -58,7 +58,7 @@ class ParkedCohorts:
         Never blocks on a ticket, but waits until the device is near enough for the question."""
         here = [cohort for cohort in self._parked if cohort.layer == layer]
         if here:
-            self._launch_ahead.wait_until_near(layer)
+            self._launch_ahead.wait_until_near()
         for cohort in here:
             if self._readiness.agreed(cohort.ticket):
                 self._parked.remove(cohort)

@@ -100,7 +100,7 @@ class Worker:
         observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
         launch_ahead = LaunchAhead(
-            config.num_layers, self._backends.progress, meanwhile=self._look_for_tokens
+            progress=self._backends.progress, meanwhile=self._look_for_tokens
         )
 
         def is_traced() -> bool:
