@@ -186,7 +186,7 @@ def test_a_cpu_that_was_too_slow_is_tried_again() -> None:
         cost.observe(both, 1.5 * both.predicted_us, work_of(base, 30, 1.5))
     high = cost.factors[CPU_ATTENTION]
     assert high > 1.3
-    for _ in range(230):
+    for _ in range(2300):
         cost.observe(gpu_only, gpu_only.predicted_us, CpuWork(0, 0, 0, 0))
     assert cost.factors[CPU_ATTENTION] == pytest.approx(high**0.5, rel=0.01)
 

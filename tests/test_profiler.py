@@ -423,3 +423,23 @@ def test_wrong_command_lines_are_refused(
 ) -> None:
     assert main(arguments) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_records_hold_what_the_cpu_attended() -> None:
+    config = EngineConfig(
+        device="cpu", gpu=GpuConfig(kv_tokens=32), cpu=CpuConfig(kv_tokens=256, threads=1),
+        block_size=16, max_model_len=64, max_batch_size=4, max_tokens_in_batch=16,
+    )  # fmt: skip
+    engine = Engine(TINY, config, policy="fastdecode")
+    try:
+        for i in range(3):
+            engine.add([3 + i, 5, 7], SamplingParams(max_tokens=6, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        first, *others = [record.cpu_attention_us for record in engine.iterations]
+        assert first is None, "nothing is known of the time before"
+        busy_s = engine.busy().cpu_s
+        assert busy_s is not None and sum(us or 0 for us in others) == pytest.approx(1e6 * busy_s)
+        assert any(us for us in others)
+    finally:
+        engine.close()

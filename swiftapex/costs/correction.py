@@ -23,7 +23,7 @@ _CPU_BOUND = 4.0  # and the CPU's, which is measured by itself, within these
 _GAIN = 0.1  # share of an iteration's error (its logarithm) that is taken in at once
 _STEP = 1.5  # a single ratio counts as no more than this
 _OUTLIER = 3.0  # an iteration that took so many times longer or shorter says nothing
-_FORGET = 0.003  # share of the CPU's factor (its logarithm) that an iteration without it forgets
+_FORGET = 0.0003  # share of the CPU's factor (its logarithm) that an iteration without it forgets
 _MEMORY = 0.2  # weight of the newest iteration in the CPU's mean load
 _DOUBTFUL = 0.87  # from this load on the CPU may be what took longer
 _FULL = 0.98  # from this load on it was
@@ -35,7 +35,7 @@ class CorrectedCostModel:
 
     The CPU's factor follows its own measurement: the time that its tasks were attended to, over
     what `base` says of tasks of that many rows and tokens. While it has none, a factor above 1
-    falls back, by half in some 230 iterations: a policy that finds the CPU too slow to be used
+    falls back, by half in some 2,300 iterations: a policy that finds the CPU too slow to be used
     would not see that it is faster again.
 
     The other stages share an iteration's error: one that took r times as long as predicted moves
