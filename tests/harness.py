@@ -311,7 +311,7 @@ class Harness:
         self._skipped = skipped
 
     def _batches(self, num_cpu: int) -> int:
-        """Iterations that it takes to serve so many CPU decodes."""
+        """Iterations that it takes to serve so many CPU decodes which are overdue at once."""
         half = min(self.limits.max_batch_size, self.limits.max_tokens_in_batch) // 2
         cohorts = cohorts_wanted(num_cpu, getattr(self.policy, "cohorts", None))
-        return max(-(-num_cpu // max(1, half)), cohorts)
+        return max(-(-num_cpu // max(1, half)), cohorts, self.limits.max_skipped)

@@ -130,9 +130,12 @@ class SchedulerState:
 
     def overdue(self, requests: Iterable[Request]) -> list[Request]:
         """Those of `requests`, least recently served first, that were left out of the last
-        `max_skipped` iterations."""
-        since = self.iteration - self.limits.max_skipped
-        return list(takewhile(lambda r: r.last_served < since, requests))
+        `max_skipped` iterations; of many, as many as have to be taken now so that none is left out
+        for twice that. All at once, in one iteration, would make everyone else wait for long."""
+        skipped = self.limits.max_skipped
+        since = self.iteration - skipped
+        most = max(1, -(-self.num_decoding(Placement.CPU) // max(1, skipped)))
+        return list(islice(takewhile(lambda r: r.last_served < since, requests), most))
 
     @property
     def staging_blocks_left(self) -> int:
