@@ -78,7 +78,7 @@ REGIMES = {
         in_flight={
             "neo": ("23", "90", "100"),
             "apex": ("240", None, "195"),
-            MODEL_BASED: ("130:0.9", "220:0.95", None),
+            MODEL_BASED: ("113:0.9", "408", None),
         },
     ),
     "a10g-26400": Regime(
@@ -89,7 +89,7 @@ REGIMES = {
         in_flight={
             "neo": ("28", "29", "70"),
             "apex": ("150", "205", "320"),
-            MODEL_BASED: ("24", "110:0.8", "480:0.5"),
+            MODEL_BASED: ("24", "210:0.8", "480:0.5"),
         },
     ),
     "uncapped": Regime(
@@ -100,7 +100,7 @@ REGIMES = {
         in_flight={
             "neo": ("150", "138", "115"),
             "apex": ("253", "245", "215"),
-            MODEL_BASED: ("145", "130", "220"),
+            MODEL_BASED: ("145", "124", "98"),
         },
     ),
     "low-batch": Regime("llama2-7b", None, 65_536, 400, at_once=4),
