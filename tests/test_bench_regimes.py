@@ -61,6 +61,16 @@ def test_the_summary_names_what_misses_and_what_is_not_proven(bench: Any) -> Non
     assert found["incomplete"] == [["t4-864", 200]]
 
 
+def test_a_ratio_from_invalid_windows_is_no_miss_where_they_leave_it_open(bench: Any) -> None:
+    """The strategy took in twice the prompts that its tokens ask for: its rate may be higher."""
+    lines = [line("gpu_only", 100.0), line("model_based", 90.0, taken=20.0)]
+    found = bench.summary(lines)
+    assert found["misses"] == [] and found["unproven"] == [["t4-864", 50, "over_gpu_only", 0.9]]
+    assert bench.summary([lines[0], line("model_based", 90.0)])["misses"] == [
+        ["t4-864", 50, "over_gpu_only", 0.9]
+    ]
+
+
 def test_strategies_take_turns_and_the_others_have_fewer_repeats(bench: Any) -> None:
     args = argparse.Namespace(
         regimes=["t4-864"],
