@@ -152,9 +152,9 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of mean rates by regime and output. `misses`: those below their bounds, where no invalid
-    window leaves that open; `unproven`: others that are below, or whose `least` is; `incomplete`:
-    regimes and outputs without all strategies."""
+    """Ratios of mean rates by regime and output. `misses`: those below their bounds, where no
+    invalid window leaves that open; `unproven`: others that are below, or whose `least` is;
+    `incomplete`: regimes and outputs without all strategies."""
     rows, misses, unproven, incomplete = [], [], [], []
     for regime, output in dict.fromkeys((line["regime"], line["output"]) for line in lines):
         mine = [x for x in lines if (x["regime"], x["output"]) == (regime, output)]
