@@ -81,16 +81,18 @@ class Surface:
         before, last = self.rows[-2:] if len(self.rows) > 1 else (self.rows[0], self.rows[0])
         self._more = list(accumulate((b - a for a, b in zip(before, last, strict=True)), max))
         self._more_slope = self._slopes[-1] - self._slopes[max(0, len(self.rows) - 2)]
-        self._cells = [[self._cell(i, j) for j in range(len(ys) - 1)] for i in range(len(xs) - 1)]
+        # By the first points that lie beyond x and y; None: outside the grid.
+        self._cells: list[list[tuple[float, ...] | None]]
+        self._cells = [[None] * (len(ys) + 1) for _ in range(len(xs) + 1)]
+        for i in range(1, len(xs)):
+            self._cells[i][1:-1] = [self._cell(i - 1, j) for j in range(len(ys) - 1)]
 
     def __call__(self, x: float, y: float) -> float:
-        if x <= 0:
-            return 0.0
-        i, j = bisect_right(self.xs, x), bisect_right(self.ys, y)
-        if not (0 < i < len(self.xs) and 0 < j < len(self.ys)):
-            return self._beyond(x, y, i, j)
+        cell = self._cells[bisect_right(self.xs, x)][bisect_right(self.ys, y)]
+        if cell is None:
+            return self._beyond(x, y)
         # As _beyond has it, but without a call per curve: this is asked most often of all.
-        x0, width, y0, height, low, low_rise, high, high_rise = self._cells[i - 1][j - 1]
+        x0, width, y0, height, low, low_rise, high, high_rise = cell
         share = (y - y0) / height
         low += low_rise * share
         return low + (high + high_rise * share - low) * (x - x0) / width
@@ -104,9 +106,12 @@ class Surface:
             below[j], below[j + 1] - below[j], above[j], above[j + 1] - above[j],
         )  # fmt: skip
 
-    def _beyond(self, x: float, y: float, i: int, j: int) -> float:
-        """Outside the grid; i and j: the first points that lie beyond x and y."""
+    def _beyond(self, x: float, y: float) -> float:
+        """Outside the grid."""
+        if x <= 0:
+            return 0.0
         xs, ys, rows, slopes = self.xs, self.ys, self.rows, self._slopes
+        i, j = bisect_right(xs, x), bisect_right(ys, y)  # the first points that lie beyond both
         if i == 0 or len(xs) == 1:
             return _read(ys, rows[0], slopes[0], j, y)
         if i == len(xs):

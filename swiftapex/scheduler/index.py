@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import chain, filterfalse, islice, repeat
+from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -174,7 +174,8 @@ class RequestIndex:
         self._served.difference_update(self._touched)  # those were filed as they are by now
         self._touched.clear()
         on_cpu = filed.pop(self._cpu, [])
-        self._note_ages({request.request_id for request in on_cpu} | self._served)
+        self._note_ages({request.request_id for request in on_cpu})
+        self._note_ages(self._served)
         if on_cpu:
             self._cpu.add(on_cpu + self._take_served())
         elif self._served:
@@ -185,14 +186,13 @@ class RequestIndex:
     def _take_served(self) -> list[Request]:
         """What `serve` was told of, out of its groups, in the order of their turns."""
         served, idle = self._served, self._cpu.members
-        returned = set(filterfalse(idle.__contains__, served))
-        requests = [*map(idle.pop, served - returned)]
-        requests += map(self._in_flight.members.pop, returned)
+        returned = served.difference(idle)
+        idle.update(zip(returned, map(self._in_flight.members.pop, returned), strict=True))
         self._group_of.update(zip(returned, repeat(self._cpu)))
+        requests = list(map(idle.pop, sorted(served)))
         self._reads.update(served)  # each reads one token more
         self._cpu_tokens += len(served)
         served.clear()
-        requests.sort(key=_age)
         requests.sort(key=_last_served)  # keeps the older ones of a turn before the younger
         return requests
 

@@ -153,7 +153,7 @@ def first_chunks(load: Load, tokens: int) -> Load:
             chunks.append((min(count, left), prefix))
         left -= count
     rows = load.rows - sum(count for count, _ in load.chunks) + tokens
-    return load._replace(rows=rows, chunks=tuple(chunks))
+    return load.with_chunks(rows, tuple(chunks))
 
 
 def first_chunks_attention(cost: CostModel, load: Load) -> Callable[[int], float]:
