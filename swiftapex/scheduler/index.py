@@ -173,13 +173,11 @@ class RequestIndex:
                 reads[request_id] = tokens
         self._served.difference_update(self._touched)  # those were filed as they are by now
         self._touched.clear()
-        on_cpu = filed.pop(self._cpu, [])
-        self._note_ages({request.request_id for request in on_cpu})
-        self._note_ages(self._served)
-        if on_cpu:
-            self._cpu.add(on_cpu + self._take_served())
-        elif self._served:
+        if self._served:
+            self._note_ages(self._served)
             self._cpu.append(self._take_served())
+        if on_cpu := filed.get(self._cpu):
+            self._note_ages({request.request_id for request in on_cpu})
         for group, requests in filed.items():
             group.add(requests)
 

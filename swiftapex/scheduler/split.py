@@ -21,7 +21,7 @@ from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.equations import asymmetric_wins
 from swiftapex.scheduler.halves import Halves
 from swiftapex.scheduler.index import Lazily
-from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
+from swiftapex.scheduler.prefill import FirstChunks, cut_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
 
 _LOOK_ON = 32  # candidates that are looked at after the last one that fitted
@@ -170,7 +170,7 @@ def trim_swap_out(state: SchedulerState, cost: CostModel, first: BatchDraft, spl
     if keep < staged and cost.linear_us(own + keep) < to_hide:
         keep += 1
     others = sum(row.num_tokens for row in first.chunks) - staged
-    trimmed = first_chunks(large, others + keep)
+    trimmed, _ = FirstChunks(cost, large).of(others + keep)
     _, beside_second = gpu_halves_us(cost, trimmed, small)
     if keep == staged or beside_second < cpu_side_attention_us(cost, large):
         return split
