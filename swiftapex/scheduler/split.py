@@ -116,7 +116,7 @@ def add_split(
     if state.blocks.num_free(Placement.CPU) >= split.count:  # nobody has to yield
         for draft, picks in zip(drafts, split.picks, strict=True):
             seen = requests.first(max(picks, default=-1) + 1)
-            state.add_decodes(draft, [seen[index] for index in picks])
+            state.add_decodes(draft, list(map(seen.__getitem__, picks)))
         return
     half_of = {index: half for half in (0, 1) for index in split.picks[half]}
     for index in sorted(half_of):
