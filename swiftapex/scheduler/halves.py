@@ -63,33 +63,25 @@ class Halves:
 
     def fits(self, tokens: int) -> bool:
         """Whether `take` would put a candidate of so many tokens somewhere."""
-        return any(
-            half.room > 0
-            and half.beside_us >= self._cpu_us(half.cpu_tokens + tokens, half.cpu_decodes + 1)
-            for half in (self._first, self._second)
-        )
+        halves = self._first, self._second
+        return any(half.beside_us >= self._us_with(half, 1, tokens) for half in halves)
 
     def take(self, start: int, count: int, tokens: int, must: bool = False) -> bool:
         """Puts `count` candidates from `start` on, which read `tokens` tokens together, where the
         CPU has more time left: if it has any for them, or they `must`."""
-        best, best_spare, best_us = None, float("-inf"), 0.0
-        first, second = self._first, self._second
-        now, other_now = first.spare_us, second.spare_us
-        for half, most in (
-            ((second, other_now), (first, now))
-            if other_now >= now
-            else ((first, now), (second, other_now))
-        ):
-            if count > half.room or most <= best_spare:  # it will have less than now
-                continue
-            us = self._cpu_us(half.cpu_tokens + tokens, half.cpu_decodes + count)
-            spare = half.beside_us - us
-            if spare > best_spare:
-                best, best_spare, best_us = half, spare, us
-        if best is None or (best_spare < 0 and not must):
+        best, other = self._first, self._second
+        if other.spare_us >= best.spare_us:
+            best, other = other, best
+        us = self._us_with(best, count, tokens)
+        spare = best.beside_us - us
+        if other.spare_us > spare:  # it will have less than now
+            other_us = self._us_with(other, count, tokens)
+            if other.beside_us - other_us > spare:
+                best, us, spare = other, other_us, other.beside_us - other_us
+        if count > best.room or (spare < 0 and not must):
             return False
         best.put(range(start, start + count), count, tokens)
-        best.attention_us = best_us
+        best.attention_us = us
         self._lengthen(best)
         return True
 
@@ -113,6 +105,12 @@ class Halves:
             main.with_cpu_decodes(added, len(first.picks)),
             Load().with_cpu_decodes(second.cpu_tokens, len(second.picks)),
         )
+
+    def _us_with(self, half: _Half, count: int, tokens: int) -> float:
+        """T_ca of a half with `count` candidates more; infinite where it has no room for them."""
+        if count > half.room:
+            return float("inf")
+        return self._cpu_us(half.cpu_tokens + tokens, half.cpu_decodes + count)
 
     def _lengthen(self, half: _Half) -> None:
         """What the GPU does for this half has become longer, which hides the other's attention:
