@@ -36,7 +36,7 @@ class _Group:
             behind.append(members.popitem()[1])
         if behind:
             requests = sorted(behind + requests, key=key)
-        members.update(zip(map(_age, requests), requests, strict=True))
+        members.update(zip([r.request_id for r in requests], requests, strict=True))
 
 
 class Lazily:
