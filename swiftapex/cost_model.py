@@ -213,18 +213,21 @@ class Load(NamedTuple):
 
     def with_cpu_decodes(self, tokens: int, count: int = 1) -> Load:
         """`count` more CPU decodes, which read `tokens` tokens of KV together."""
-        return self._replace(
-            rows=self.rows + count,
-            cpu_tokens=self.cpu_tokens + tokens,
-            cpu_requests=self.cpu_requests + count,
-        )
+        rows, gpu_tokens, cpu_tokens, chunks, gpu_requests, cpu_requests = self
+        cpu_tokens, cpu_requests = cpu_tokens + tokens, cpu_requests + count
+        return Load(rows + count, gpu_tokens, cpu_tokens, chunks, gpu_requests, cpu_requests)
 
     def without_chunks(self) -> Load:
         rows = self.rows - sum(tokens for tokens, _ in self.chunks)
-        return self._replace(rows=rows, chunks=())
+        return self.with_chunks(rows, ())
 
     def with_rows(self, more: int) -> Load:
-        return self._replace(rows=self.rows + more)
+        return self.with_chunks(self.rows + more, self.chunks)
+
+    def with_chunks(self, rows: int, chunks: tuple[tuple[int, int], ...]) -> Load:
+        """With these chunks instead of its own, and so many rows in all."""
+        _, gpu_tokens, cpu_tokens, _, gpu_requests, cpu_requests = self
+        return Load(rows, gpu_tokens, cpu_tokens, chunks, gpu_requests, cpu_requests)
 
 
 def gpu_side_attention_us(cost: CostModel, load: Load) -> float:

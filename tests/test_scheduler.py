@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftapex.core.errors import RequestError
-from swiftapex.core.request import SIDES, Placement, RequestState, SamplingParams
+from swiftapex.core.request import SIDES, Placement, Request, RequestState, SamplingParams
 from swiftapex.engine.admission import fit_sampling
 from swiftapex.kv.block_manager import BlockManager
+from swiftapex.scheduler.index import RequestIndex
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -197,3 +198,20 @@ def test_max_tokens_is_cut_to_the_models_length() -> None:
     assert fit_sampling(SamplingParams(max_tokens=50), 10, 32, state).max_tokens == 22
     with pytest.raises(RequestError, match="at most 31"):
         fit_sampling(SamplingParams(max_tokens=1), 32, 32, state)
+
+
+def test_cpu_decodes_served_in_two_turns_before_a_question_come_in_the_order_of_turns() -> None:
+    index = RequestIndex()
+    requests = [Request(i, (1, 2), SamplingParams(), 0.0) for i in range(5)]
+    for request in requests:
+        request.placement, request.num_computed, request.output_ids = Placement.CPU, 2, [7]
+        index.touch(request)
+    assert list(index.cpu_decodes) == [0, 1, 2, 3, 4]
+    for turn, served in enumerate(([4, 2], [3, 0]), start=1):
+        for request_id in served:
+            requests[request_id].last_served = turn
+            requests[request_id].num_computed += 1
+            requests[request_id].output_ids.append(7)
+        index.serve(served)
+    assert list(index.cpu_decodes) == [1, 2, 4, 0, 3]
+    assert index.cpu_tokens == sum(request.num_tokens for request in requests)

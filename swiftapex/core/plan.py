@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ def decode_rows(ids: Iterable[int], placement: Placement, starts: Iterable[int])
     """Decodes of these requests on one side, from these positions: in a third of the time that it
     takes to make them one by one."""
     columns = zip(ids, repeat(placement), starts, repeat(None), repeat(True), strict=False)
-    return list(map(partial(tuple.__new__, Row), columns))
+    return list(map(tuple.__new__, repeat(Row), columns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class SamplingParams:
             raise RequestError("stop strings must not be empty")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request. The engine owns it; policies read it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from swiftapex.costs.tables import Curve, Grid, Line, Surface, Tables
@@ -48,10 +49,10 @@ class MeasuredCostModel:
         return self._iteration(completing) if self._iteration else 0.0
 
     def hand_off_us(self, rows: int) -> float:
-        return self._hand_off[min(rows, _DENSE_ROWS)]
+        return self._hand_off[rows if rows <= _DENSE_ROWS else _DENSE_ROWS]
 
     def layerwise_us(self, rows: int) -> float:
-        return self._layerwise[min(rows, _DENSE_ROWS)]
+        return self._layerwise[rows if rows <= _DENSE_ROWS else _DENSE_ROWS]
 
     def host_us(self, kind: str) -> float:
         return self._host_us.get(kind, 0.0)
@@ -69,5 +70,6 @@ def _dense(line: Line) -> list[float]:
     return curve.dense(_DENSE_ROWS) if curve else [0.0] * (_DENSE_ROWS + 1)
 
 
-def _surface(grid: Grid) -> Surface | None:
-    return Surface(grid.xs, grid.ys, grid.us) if grid.xs else None
+def _surface(grid: Grid) -> Callable[[float, float], float] | None:
+    """The surface's method, which is called in less time than the surface."""
+    return Surface(grid.xs, grid.ys, grid.us).__call__ if grid.xs else None

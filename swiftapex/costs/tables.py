@@ -81,50 +81,48 @@ class Surface:
         before, last = self.rows[-2:] if len(self.rows) > 1 else (self.rows[0], self.rows[0])
         self._more = list(accumulate((b - a for a, b in zip(before, last, strict=True)), max))
         self._more_slope = self._slopes[-1] - self._slopes[max(0, len(self.rows) - 2)]
-        self._cells = [[self._cell(i, j) for j in range(len(ys) - 1)] for i in range(len(xs) - 1)]
+        # By the first points that lie beyond x and y, those outside the grid included.
+        self._cells = [
+            [self._cell(i, j) for j in range(len(self.ys) + 1)] for i in range(len(self.xs) + 1)
+        ]
 
     def __call__(self, x: float, y: float) -> float:
         if x <= 0:
             return 0.0
-        i, j = bisect_right(self.xs, x), bisect_right(self.ys, y)
-        if not (0 < i < len(self.xs) and 0 < j < len(self.ys)):
-            return self._beyond(x, y, i, j)
-        # As _beyond has it, but without a call per curve: this is asked most often of all.
-        x0, width, y0, height, low, low_rise, high, high_rise = self._cells[i - 1][j - 1]
+        cell = self._cells[bisect_right(self.xs, x)][bisect_right(self.ys, y)]
+        x0, width, y0, height, low, low_rise, high, high_rise = cell
         share = (y - y0) / height
         low += low_rise * share
         return low + (high + high_rise * share - low) * (x - x0) / width
 
     def _cell(self, i: int, j: int) -> tuple[float, ...]:
-        """Between points i and i + 1 of x, j and j + 1 of y: where both begin and how far they go,
+        """Between points i - 1 and i of x, j - 1 and j of y: where both begin and how far they go,
         and where the curves at both ends of x begin and how far they rise."""
-        xs, ys, below, above = self.xs, self.ys, self.rows[i], self.rows[i + 1]
-        return (
-            xs[i], xs[i + 1] - xs[i], ys[j], ys[j + 1] - ys[j],
-            below[j], below[j + 1] - below[j], above[j], above[j + 1] - above[j],
-        )  # fmt: skip
-
-    def _beyond(self, x: float, y: float, i: int, j: int) -> float:
-        """Outside the grid; i and j: the first points that lie beyond x and y."""
-        xs, ys, rows, slopes = self.xs, self.ys, self.rows, self._slopes
+        xs, rows, slopes = self.xs, self.rows, self._slopes
+        y0, height = _segment(self.ys, j)
         if i == 0 or len(xs) == 1:
-            return _read(ys, rows[0], slopes[0], j, y)
+            low, low_rise = _piece(rows[0], slopes[0], j)
+            return xs[0], 1.0, y0, height, low, low_rise, low, low_rise
+        low, low_rise = _piece(rows[i - 1], slopes[i - 1], j)
         if i == len(xs):
-            last = _read(ys, rows[-1], slopes[-1], j, y)
-            more = _read(ys, self._more, self._more_slope, j, y)
-            return last + more * (x - xs[-1]) / (xs[-1] - xs[-2])
-        low = _read(ys, rows[i - 1], slopes[i - 1], j, y)
-        high = _read(ys, rows[i], slopes[i], j, y)
-        return low + (high - low) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+            more, more_rise = _piece(self._more, self._more_slope, j)
+            high, high_rise = low + more, low_rise + more_rise
+            return xs[-1], xs[-1] - xs[-2], y0, height, low, low_rise, high, high_rise
+        high, high_rise = _piece(rows[i], slopes[i], j)
+        return xs[i - 1], xs[i] - xs[i - 1], y0, height, low, low_rise, high, high_rise
 
 
-def _read(ys: Sequence[float], values: Sequence[float], slope: float, j: int, y: float) -> float:
-    """Between ys[j - 1] and ys[j]; the first value before them, with `slope` behind them."""
+def _segment(ys: Sequence[float], j: int) -> tuple[float, float]:
+    """Where the segment before point j begins and how far it goes; 1 before and behind them all."""
+    return (ys[j - 1], ys[j] - ys[j - 1]) if 0 < j < len(ys) else (ys[-1 if j else 0], 1.0)
+
+
+def _piece(values: Sequence[float], slope: float, j: int) -> tuple[float, float]:
+    """The value where that segment begins, and how far it rises: not at all before the first
+    point, by `slope` behind the last one."""
     if j == 0:
-        return values[0]
-    if j == len(ys):
-        return values[-1] + slope * (y - ys[-1])
-    return values[j - 1] + (values[j] - values[j - 1]) * (y - ys[j - 1]) / (ys[j] - ys[j - 1])
+        return values[0], 0.0
+    return values[j - 1], values[j] - values[j - 1] if j < len(values) else slope
 
 
 def _end_slope(ys: Sequence[float], values: Sequence[float]) -> float:

@@ -94,7 +94,9 @@ class BlockManager:
         if not request_ids:
             return []
         pool = self._free[self._holdings[request_ids[0]].side]
-        gained = [pool.pop() for _ in request_ids[: len(pool)]]
+        count = min(len(pool), len(request_ids))
+        gained = pool[len(pool) - count :][::-1]
+        del pool[len(pool) - count :]
         for request_id, block in zip(request_ids, gained, strict=False):
             self._holdings[request_id].blocks.append(block)
             self._rooms[request_id] += self.block_size

@@ -114,7 +114,8 @@ class ModelBased(Policy):
         self._yields = found = {GPU_ONLY: steady.gpu_only(cost, mix)}
         if mix.cpu_decodes:
             worth = functools.partial(_worth, on_cpu=on_cpu, fill_share=share)
-            found[ASYMMETRIC] = max((steady.asymmetric(cost, m) for m in mixes), key=worth)
+            seen: dict[int, steady.Steady] = {}
+            found[ASYMMETRIC] = max((steady.asymmetric(cost, m, seen) for m in mixes), key=worth)
             found[OVERLAP] = max((steady.overlap(cost, m, self.cohorts) for m in mixes), key=worth)
         self._strategy = self.best(found, on_cpu, share)
 

@@ -18,7 +18,7 @@ from swiftapex.cost_model import (
     visit_us,
 )
 from swiftapex.scheduler.draft import BatchDraft
-from swiftapex.scheduler.prefill import first_chunks, overlap_chunk_tokens
+from swiftapex.scheduler.prefill import FirstChunks, overlap_chunk_tokens
 from swiftapex.scheduler.split import Split, gpu_progress
 from swiftapex.scheduler.state import SchedulerState
 
@@ -85,12 +85,12 @@ def _overlap(
     load, in_flight = first.load, state.num_in_flight + rows
     cohorts = len(state.cohorts) + bool(rows)
     visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
-    chunk_tokens, keep = sum(tokens for tokens, _ in load.chunks), None
+    chunk_tokens, keep, attention_us = sum(tokens for tokens, _ in load.chunks), None, None
     if chunk_tokens:
         keep = overlap_chunk_tokens(cost, load, in_flight, visit, state.cpu_free)
         own -= (own - load.gpu_requests) * (1 - keep / chunk_tokens)
-        load = first_chunks(load, keep)
-    us = overlap_us(cost, load, in_flight, cohorts)
+        load, attention_us = FirstChunks(cost, load).of(keep)
+    us = overlap_us(cost, load, in_flight, cohorts, attention_us)
     advance = min(1.0, us / visit) if visit > 0 else 1.0
     return Candidate(us, own + overlap_tokens(cost, in_flight) * advance, keep)
 

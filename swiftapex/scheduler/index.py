@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import chain, filterfalse, islice, repeat
+from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -36,7 +36,7 @@ class _Group:
             behind.append(members.popitem()[1])
         if behind:
             requests = sorted(behind + requests, key=key)
-        members.update(zip(map(_age, requests), requests, strict=True))
+        members.update(zip([r.request_id for r in requests], requests, strict=True))
 
 
 class Lazily:
@@ -84,6 +84,7 @@ class RequestIndex:
         self._group_of: dict[int, _Group] = {}
         self._touched: dict[int, Request] = {}
         self._served: set[int] = set()
+        self._turns = 0  # in which those were served
         self._ages: list[int] = []  # heap of ids that are, or were, CPU decodes at a boundary
         self._in_ages: set[int] = set()
         self._reads: Counter[int] = Counter()  # tokens of KV that a visit of each on the CPU reads
@@ -92,10 +93,11 @@ class RequestIndex:
     def touch(self, request: Request) -> None:
         self._touched[request.request_id] = request
 
-    def serve(self, request_ids: Iterable[int]) -> None:
+    def serve(self, request_ids: Collection[int]) -> None:
         """CPU decodes, in flight until now or not, have had their turn, all the same one, and each
         gains a token before the next question, unless it is discarded."""
         self._served.update(request_ids)
+        self._turns += bool(request_ids)
 
     def park(self, request: Request) -> None:
         """A CPU decode of it has left for a pass: there its order does not matter, and it reads
@@ -173,27 +175,27 @@ class RequestIndex:
                 reads[request_id] = tokens
         self._served.difference_update(self._touched)  # those were filed as they are by now
         self._touched.clear()
-        on_cpu = filed.pop(self._cpu, [])
-        self._note_ages({request.request_id for request in on_cpu} | self._served)
-        if on_cpu:
-            self._cpu.add(on_cpu + self._take_served())
-        elif self._served:
+        if self._served:
             self._cpu.append(self._take_served())
+        if on_cpu := filed.get(self._cpu):
+            self._note_ages({request.request_id for request in on_cpu})
         for group, requests in filed.items():
             group.add(requests)
 
     def _take_served(self) -> list[Request]:
         """What `serve` was told of, out of its groups, in the order of their turns."""
         served, idle = self._served, self._cpu.members
-        returned = set(filterfalse(idle.__contains__, served))
-        requests = [*map(idle.pop, served - returned)]
-        requests += map(self._in_flight.members.pop, returned)
+        returned = served.difference(idle)
+        self._note_ages(returned)
+        idle.update(zip(returned, map(self._in_flight.members.pop, returned), strict=True))
         self._group_of.update(zip(returned, repeat(self._cpu)))
+        requests = list(map(idle.pop, sorted(served)))
         self._reads.update(served)  # each reads one token more
         self._cpu_tokens += len(served)
         served.clear()
-        requests.sort(key=_age)
-        requests.sort(key=_last_served)  # keeps the older ones of a turn before the younger
+        if self._turns > 1:
+            requests.sort(key=_last_served)  # keeps the older ones of a turn before the younger
+        self._turns = 0
         return requests
 
     def _note_ages(self, request_ids: set[int]) -> None:

@@ -136,40 +136,38 @@ def overlap_chunk_tokens(
     if alone == 0:
         return total
     longest = max(visit, (1 + cpu_free) * alone)
-    attention_us = first_chunks_attention(cost, load)
+    chunks = FirstChunks(cost, load)
 
     def fits(tokens: int) -> bool:
-        first = first_chunks(load, tokens)
-        return overlap_us(cost, first, in_flight, attention=attention_us(tokens)) <= longest
+        first, attention_us = chunks.of(tokens)
+        return overlap_us(cost, first, in_flight, attention=attention_us) <= longest
 
     return most_that(fits, total, fine=32)
 
 
-def first_chunks(load: Load, tokens: int) -> Load:
-    """The load with the first `tokens` of its prefill tokens only."""
-    chunks, left = [], tokens
-    for count, prefix in load.chunks:
-        if left > 0:
-            chunks.append((min(count, left), prefix))
-        left -= count
-    rows = load.rows - sum(count for count, _ in load.chunks) + tokens
-    return load._replace(rows=rows, chunks=tuple(chunks))
+class FirstChunks:
+    """What is left of a load with the first of its prefill tokens only, for a search that asks for
+    many numbers of them: whole chunks are summed up once."""
 
+    def __init__(self, cost: CostModel, load: Load) -> None:
+        self._cost = cost
+        self._load = load
+        self._ends = list(accumulate((count for count, _ in load.chunks), initial=0))
+        decodes = cost.gpu_attention_us(load.gpu_tokens, load.gpu_requests)
+        each = (cost.prefill_attention_us(count, prefix) for count, prefix in load.chunks)
+        self._attention_us = list(accumulate(each, initial=decodes))
 
-def first_chunks_attention(cost: CostModel, load: Load) -> Callable[[int], float]:
-    """T_ga of `first_chunks(load, tokens)` by `tokens`, for a search that asks for many: whole
-    chunks are summed up once."""
-    ends = list(accumulate((count for count, _ in load.chunks), initial=0))
-    decodes = cost.gpu_attention_us(load.gpu_tokens, load.gpu_requests)
-    each = (cost.prefill_attention_us(count, prefix) for count, prefix in load.chunks)
-    sums = list(accumulate(each, initial=decodes))
-
-    def attention_us(tokens: int) -> float:
+    def of(self, tokens: int) -> tuple[Load, float]:
+        """The load with `tokens` of its prefill tokens, and its T_ga."""
+        load, ends = self._load, self._ends
         whole = bisect_right(ends, tokens) - 1
-        cut = tokens - ends[whole]
-        return sums[whole] + (cost.prefill_attention_us(cut, load.chunks[whole][1]) if cut else 0.0)
-
-    return attention_us
+        cut, us = tokens - ends[whole], self._attention_us[whole]
+        chunks = load.chunks[:whole]
+        if cut:
+            prefix = load.chunks[whole][1]
+            chunks += ((cut, prefix),)
+            us += self._cost.prefill_attention_us(cut, prefix)
+        return load.with_chunks(load.rows - ends[-1] + tokens, chunks), us
 
 
 def most_that(fits: Callable[[int], bool], total: int, fine: int | None = None) -> int:

@@ -6,14 +6,11 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from swiftapex.core.request import Request, RequestState
 
-
-def _age(request: Request) -> int:
-    return request.request_id
-
-
+_age = attrgetter("request_id")
 _MEMORY = 0.98  # of what ended requests say, from one to the next
 _ENOUGH = 8  # of them say more than limits do
 _SAMPLE = 64  # running requests whose limits are asked

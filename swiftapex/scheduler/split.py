@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -14,19 +14,18 @@ from swiftapex.cost_model import (
     cpu_side_attention_us,
     gpu_halves_us,
     gpu_only_us,
-    gpu_side_attention_us,
     overlap_tokens,
 )
 from swiftapex.scheduler.cpu_tier import take_cpu_decode
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.equations import asymmetric_wins
+from swiftapex.scheduler.halves import Halves
 from swiftapex.scheduler.index import Lazily
-from swiftapex.scheduler.prefill import cut_chunks, first_chunks, most_that
+from swiftapex.scheduler.prefill import FirstChunks, cut_chunks, most_that
 from swiftapex.scheduler.state import SchedulerState
 
 _LOOK_ON = 32  # candidates that are looked at after the last one that fitted
 _WANTED_GROUPS = 16  # in which those are taken that are wanted
-_SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,10 @@ def choose_split(
     they are not hidden, and so are those up to `wanted`, in groups. Without rows in `main` there is
     nothing to hide behind, and all are taken in two halves.
     """
-    halves = _Halves(cost, main, rooms)
+    halves = Halves(cost, main, rooms)
     if main.rows == 0:
-        halves.share_out(enumerate(contexts))
-        return halves.split()
+        halves.share_out(contexts)
+        return Split(halves.picks, halves.loads)
     contexts = iter(contexts)
     index = 0  # of the first candidate that has not been decided on
     for tokens in islice(contexts, forced):
@@ -88,94 +87,7 @@ def choose_split(
                 left_out = tokens
         index += passed
         ahead = ahead[passed:] + list(islice(rest, passed))
-    return halves.split()
-
-
-class _Halves:
-    """Two sub-batches that take in CPU decodes, and what the GPU does beside their attention."""
-
-    def __init__(self, cost: CostModel, main: Load, rooms: tuple[int, int]) -> None:
-        self._cost = cost
-        self._main = main
-        self.count = 0  # candidates taken so far
-        self._rooms = list(rooms)
-        self._picks: tuple[list[int], list[int]] = ([], [])
-        self._rows, self._tokens, self._counts = (
-            [main.rows, 0], [main.cpu_tokens, 0], [main.cpu_requests, 0],
-        )  # fmt: skip
-        self._attention = [cpu_side_attention_us(cost, main), 0.0]  # T_ca
-        self._gpu_attention = gpu_side_attention_us(cost, main)
-        # T_l1 + T_ga0 hides what the CPU does for the first half, T_l0 what for the second.
-        self._beside = [self._linear_us(1) + self._gpu_attention, self._linear_us(0)]
-
-    def group_size(self) -> int:
-        """How many candidates may be tried together, after the first one: half of those that, as
-        long as the ones so far, the CPU has time for beside one half."""
-        reads = sum(self._tokens) - self._main.cpu_tokens
-        us = self._cost.cpu_attention_us(_SAMPLE * reads // self.count, _SAMPLE) / _SAMPLE
-        spare = max(b - a for b, a in zip(self._beside, self._attention, strict=True))
-        return max(1, min(int(spare / us) if us > 0 else _SAMPLE, max(self._rooms)) // 2)
-
-    def fits(self, tokens: int) -> bool:
-        """Whether `take` would put a candidate of so many tokens somewhere."""
-        for half in (0, 1):
-            if self._rooms[half] <= 0:
-                continue
-            us = self._cost.cpu_attention_us(self._tokens[half] + tokens, self._counts[half] + 1)
-            if self._beside[half] - us >= 0:
-                return True
-        return False
-
-    def take(self, first: int, count: int, tokens: int, must: bool = False) -> bool:
-        """Puts `count` candidates from `first` on, which read `tokens` tokens together, where the
-        CPU has more time left: if it has any for them, or they `must`."""
-        best, spare, best_us = -1, float("-inf"), 0.0
-        beside, rooms = self._beside, self._rooms
-        now = (beside[0] - self._attention[0], beside[1] - self._attention[1])
-        for half in (1, 0) if now[1] >= now[0] else (0, 1):
-            if count > rooms[half] or now[half] <= spare:  # it will have less than now
-                continue
-            us = self._cost.cpu_attention_us(
-                self._tokens[half] + tokens, self._counts[half] + count
-            )
-            if beside[half] - us > spare:
-                best, spare, best_us = half, beside[half] - us, us
-        if best < 0 or (spare < 0 and not must):
-            return False
-        self._put(best, range(first, first + count), tokens)
-        self._attention[best] = best_us
-        self._beside[1 - best] = self._linear_us(best) + (self._gpu_attention if best else 0.0)
-        return True
-
-    def share_out(self, candidates: Iterable[tuple[int, int]]) -> None:
-        """All candidates that there is room for, each to the half that reads fewer tokens."""
-        for index, tokens in candidates:
-            open_halves = [half for half in (1, 0) if self._rooms[half] > 0]
-            if not open_halves:
-                break
-            self._put(min(open_halves, key=self._tokens.__getitem__), [index], tokens)
-
-    def split(self) -> Split:
-        (first, second), main = self._picks, self._main
-        added = self._tokens[0] - main.cpu_tokens
-        loads = (
-            main.with_cpu_decodes(added, len(first)),
-            Load().with_cpu_decodes(self._tokens[1], len(second)),
-        )
-        return Split((tuple(first), tuple(second)), loads)
-
-    def _put(self, half: int, indices: Sequence[int], tokens: int) -> None:
-        count = len(indices)
-        self.count += count
-        self._picks[half].extend(indices)
-        self._rooms[half] -= count
-        self._rows[half] += count
-        self._tokens[half] += tokens
-        self._counts[half] += count
-
-    def _linear_us(self, half: int) -> float:
-        """T_l of a half with all that it holds now, its hand-off included."""
-        return self._cost.linear_us(self._rows[half]) + self._cost.hand_off_us(self._counts[half])
+    return Split(halves.picks, halves.loads)
 
 
 def split_for(
@@ -204,7 +116,7 @@ def add_split(
     if state.blocks.num_free(Placement.CPU) >= split.count:  # nobody has to yield
         for draft, picks in zip(drafts, split.picks, strict=True):
             seen = requests.first(max(picks, default=-1) + 1)
-            state.add_decodes(draft, [seen[index] for index in picks])
+            state.add_decodes(draft, list(map(seen.__getitem__, picks)))
         return
     half_of = {index: half for half in (0, 1) for index in split.picks[half]}
     for index in sorted(half_of):
@@ -258,7 +170,7 @@ def trim_swap_out(state: SchedulerState, cost: CostModel, first: BatchDraft, spl
     if keep < staged and cost.linear_us(own + keep) < to_hide:
         keep += 1
     others = sum(row.num_tokens for row in first.chunks) - staged
-    trimmed = first_chunks(large, others + keep)
+    trimmed, _ = FirstChunks(cost, large).of(others + keep)
     _, beside_second = gpu_halves_us(cost, trimmed, small)
     if keep == staged or beside_second < cpu_side_attention_us(cost, large):
         return split

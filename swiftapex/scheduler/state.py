@@ -8,8 +8,7 @@ in, and in what order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress, islice, takewhile
-from operator import ge
+from itertools import islice, takewhile
 
 from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, decode_rows
 from swiftapex.core.request import Placement, Request, RequestState
@@ -198,7 +197,10 @@ class SchedulerState:
         count, iteration = len(requests), self.iteration
         ids = [request.request_id for request in requests]
         starts = [request.num_computed for request in requests]
-        full = list(compress(range(count), map(ge, starts, self.blocks.rooms_of(ids))))
+        size = self.blocks.block_size
+        ends = [index for index, start in enumerate(starts) if start % size == 0]  # of a block
+        rooms = self.blocks.rooms_of([ids[index] for index in ends])
+        full = [index for index, room in zip(ends, rooms, strict=True) if starts[index] >= room]
         gained = self.blocks.append_one([ids[index] for index in full])
         for index, block in zip(full, gained, strict=False):
             self._note_blocks(requests[index], (block,))

@@ -73,12 +73,9 @@ class Mix:
 
     def with_chunk(self, chunk: int) -> Load:
         """The GPU's decodes and a chunk."""
-        return Load(
-            rows=self.gpu_decodes + chunk,
-            gpu_tokens=self.gpu_decodes * self.tokens_each,
-            gpu_requests=self.gpu_decodes,
-            chunks=((chunk, self.tokens_each // 2),) if chunk else (),
-        )
+        decodes, each = self.gpu_decodes, self.tokens_each
+        chunks = ((chunk, each // 2),) if chunk else ()
+        return Load(decodes + chunk, decodes * each, 0, chunks, decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +97,37 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
     return _steady(mix, mix.gpu_decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk)))
 
 
-def asymmetric(cost: CostModel, mix: Mix) -> Steady:
+def asymmetric(cost: CostModel, mix: Mix, seen: dict[int, Steady] | None = None) -> Steady:
     """Both halves hold as many CPU decodes as the other's work on the GPU hides.
 
     With prompts, how many CPU decodes that are, and so how long the chunk that they ask for, hangs
     on every percent of the cost model: a longer chunk hides nearly as many more as it takes to ask
     for it. So iterations of more and more CPU decodes are compared, each with its chunk, whether or
-    not all is hidden, and of those that yield nearly the most the shortest is taken."""
+    not all is hidden, and of those that yield nearly the most the shortest is taken.
+
+    `seen`: iterations by their CPU decodes, kept between calls whose mixes differ in nothing but
+    the `cpu_decodes` that there are."""
+    seen = {} if seen is None else seen
     found: list[Steady] = []
+    best = 0.0
     most = min(mix.cpu_decodes, 2 * mix.max_rows - mix.gpu_decodes)
     taken = min(most, max(1, _hidden(cost, mix)))
     while True:
-        tokens = mix.gpu_decodes + taken
-        chunk = _chunk(mix, tokens)
-        us = asymmetric_us(cost, *_halves(cost, mix, chunk, taken))
-        found.append(_steady(mix, tokens, chunk, us, int(_CHOICE * taken), taken))
-        best = max(each.rate for each in found)
+        if taken not in seen:
+            seen[taken] = _two_batches(cost, mix, taken)
+        found.append(seen[taken])
+        best = max(best, found[-1].rate)
         if taken == most or found[-1].rate < _NEARLY * best or not mix.prompt_share:
             return next(each for each in found if each.rate >= _NEARLY * best)
         taken = min(most, int(_STEP * taken) + 1)
+
+
+def _two_batches(cost: CostModel, mix: Mix, taken: int) -> Steady:
+    """With `taken` CPU decodes and the chunk that its tokens ask for."""
+    tokens = mix.gpu_decodes + taken
+    chunk = _chunk(mix, tokens)
+    us = asymmetric_us(cost, *_halves(cost, mix, chunk, taken))
+    return _steady(mix, tokens, chunk, us, int(_CHOICE * taken), taken)
 
 
 def _hidden(cost: CostModel, mix: Mix) -> int:
@@ -152,9 +161,11 @@ def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
     all of them takes the CPU longer."""
     wanted = cohorts_wanted(mix.cpu_decodes, cohorts)
     visit = visit_us(cost, mix.cpu_decodes * mix.tokens_each, wanted, mix.cpu_decodes)
-    tokens, chunk, us, advance = float(mix.gpu_decodes), 0, 0.0, 1.0
+    tokens, chunk, us, advance = float(mix.gpu_decodes), -1, 0.0, 1.0
     for _ in range(_ROUNDS):
-        chunk = _chunk(mix, tokens)
+        before, chunk = chunk, _chunk(mix, tokens)
+        if chunk == before:
+            break
         us = overlap_us(cost, mix.with_chunk(chunk), mix.cpu_decodes, wanted)
         advance = min(1.0, us / visit) if visit > 0 else 1.0
         tokens = mix.gpu_decodes + advance * overlap_tokens(cost, mix.cpu_decodes)
