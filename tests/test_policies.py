@@ -562,6 +562,28 @@ def test_model_based_takes_as_many_cpu_decodes_as_it_found_best(
     harness.drain()
 
 
+@pytest.mark.parametrize(("taken", "waiting", "chunk"), [(30, 0, 100), (3, 0, 18), (30, 3, 18)])
+def test_a_prompt_is_not_cut_where_all_cpu_decodes_are_taken_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch, taken: int, waiting: int, chunk: int
+) -> None:
+    def compare(policy: ModelBased, *_: object) -> None:
+        policy._strategy = ASYMMETRIC
+        policy._yields = {
+            GPU_ONLY: steady.Steady(1.0, 100.0, 0),
+            ASYMMETRIC: steady.Steady(2.0, 100.0, 10, on_cpu=40, taken=taken),
+        }
+
+    monkeypatch.setattr(ModelBased, "_compare", compare)
+    harness = hybrid("model_based")
+    fill(harness, 8, output=60)
+    for _ in range(1 + waiting):  # the staging area holds one of them
+        harness.add(100, 20)
+    plan = harness.step()
+    chunks = [r.num_tokens for batch in plan.sub_batches for r in batch.rows if not r.is_decode]
+    assert plan.pipeline == "asymmetric" and chunks == [chunk]
+    harness.drain()
+
+
 def test_long_run_yields_by_hand() -> None:
     cost = ConstantCostModel(num_layers=4, linear_fixed=100, linear_row=1, gpu_token=1, cpu_token=1)
     mix = steady.Mix(

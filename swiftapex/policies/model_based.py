@@ -129,9 +129,13 @@ class ModelBased(Policy):
 
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
         """Tokens of prefill in an iteration: as many as its tokens ask for, and up to twice as many
-        while the CPU holds fewer requests than the strategy takes, fewer while it holds more."""
-        found = self._yields[strategy]
-        share = state.running_on(Placement.CPU) / max(1, found.on_cpu)
+        while the CPU holds fewer requests than the strategy takes, fewer while it holds more. All
+        there are where it takes every CPU decode and no request waits: prompts spread over many
+        iterations would then hide nothing, and their requests are missing meanwhile."""
+        found, on_cpu = self._yields[strategy], state.running_on(Placement.CPU)
+        if found.taken >= on_cpu > 0 and not state.queue.num_waiting:
+            return state.limits.max_tokens_in_batch
+        share = on_cpu / max(1, found.on_cpu)
         return max(_LEAST_CHUNK, int(found.chunk * max(0.5, 2 - share)))
 
     def _sides(self) -> Inequality | None:
