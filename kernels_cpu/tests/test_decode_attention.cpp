@@ -105,28 +105,44 @@ struct Case {
         CHECK(std::memcmp(expected.data(), kv.at(0, 0), bytes) == 0);
     }
 
-    void check_head(int row, int q_head) const {
-        const int head = q_head / (shape.q_heads / shape.kv_heads), dim = shape.head_dim;
-        std::vector<double> sum(size_t(dim), 0.0), q(size_t(dim), 0.0);
-        for (int i = 0; i < dim; ++i) q[size_t(i)] = qkv(row, q_head * dim + i);
-        double total = 0.0;
+    using Vectors = std::vector<std::vector<double>>;
+
+    // The query heads of one kv head, whose K and V are decoded once.
+    void check_group(int row, int head) const {
+        Vectors k, v;
         for (int position = 0; position < lens[size_t(row)]; ++position) {
-            const int64_t k = line(row, head, 0, position), v = line(row, head, 1, position);
-            double logit = 0.0;
-            for (int i = 0; i < dim; ++i) logit += q[size_t(i)] * kv(k, i);
+            k.push_back(kv.row(line(row, head, 0, position), 0, shape.head_dim));
+            v.push_back(kv.row(line(row, head, 1, position), 0, shape.head_dim));
+        }
+        const int group = shape.q_heads / shape.kv_heads;
+        for (int q_head = head * group; q_head < (head + 1) * group; ++q_head) {
+            const int64_t begin = q_head * shape.head_dim;
+            const std::vector<double> q = qkv.row(row, begin, shape.head_dim);
+            const std::vector<double> expected = attended(q, k, v);
+            for (int i = 0; i < shape.head_dim; ++i) {
+                CHECK(near(out(row, begin + i), expected[size_t(i)], tolerance()));
+            }
+        }
+    }
+
+    std::vector<double> attended(const std::vector<double>& q, const Vectors& k,
+                                 const Vectors& v) const {
+        std::vector<double> sum(q.size(), 0.0);
+        double total = 0.0;
+        for (size_t position = 0; position < k.size(); ++position) {
+            const double* at = v[position].data();
+            const double logit = std::inner_product(q.begin(), q.end(), k[position].begin(), 0.0);
             const double weight = std::exp(scale() * logit);
             total += weight;
-            for (int i = 0; i < dim; ++i) sum[size_t(i)] += weight * kv(v, i);
+            for (double& x : sum) x += weight * *at++;
         }
-        for (int i = 0; i < dim; ++i) {
-            const double expected = total > 0.0 ? sum[size_t(i)] / total : 0.0;
-            CHECK(near(out(row, q_head * dim + i), expected, tolerance()));
-        }
+        for (double& x : sum) x = total > 0.0 ? x / total : 0.0;
+        return sum;
     }
 
     void check() const {
         for (int row = 0; row < rows; ++row) {
-            for (int q_head = 0; q_head < shape.q_heads; ++q_head) check_head(row, q_head);
+            for (int head = 0; head < shape.kv_heads; ++head) check_group(row, head);
         }
         CHECK(out.gaps_are_untouched());
     }

@@ -1,4 +1,6 @@
 // linear, rms_norm, rope and silu_mul against double, in odd sizes and strided rows.
+#include <numeric>
+
 #include "kernels_cpu/dispatch.h"
 #include "kernels_cpu/launch.h"
 #include "kernels_cpu/tests/values.h"
@@ -22,10 +24,14 @@ void linear_of(ThreadPool& pool, DType dtype, Sizes s, bool has_bias, bool has_r
            {x.data(), w.data(), has_bias ? bias.data() : nullptr,
             has_residual ? residual.data() : nullptr, y.data(), s.n, s.in, s.out, x.stride,
             w.stride, residual.stride, y.stride});
-    for (int64_t i = 0; i < s.n; ++i) {
-        for (int64_t j = 0; j < s.out; ++j) {
-            double sum = has_bias ? bias(0, j) : 0.0;
-            for (int64_t k = 0; k < s.in; ++k) sum += x(i, k) * w(j, k);
+    std::vector<std::vector<double>> inputs;
+    for (int64_t i = 0; i < s.n; ++i) inputs.push_back(x.row(i, 0, s.in));
+    for (int64_t j = 0; j < s.out; ++j) {
+        const std::vector<double> weights = w.row(j, 0, s.in);
+        for (int64_t i = 0; i < s.n; ++i) {
+            const std::vector<double>& input = inputs[size_t(i)];
+            double sum = std::inner_product(input.begin(), input.end(), weights.begin(),
+                                            has_bias ? bias(0, j) : 0.0);
             if (has_residual) sum = rounded(sum, dtype) + residual(i, j);
             CHECK(near(y(i, j), sum, dtype));
         }
@@ -48,6 +54,7 @@ void rms_norm_of(ThreadPool& pool, DType dtype, int64_t heads, int64_t dim, bool
              {static_cast<char*>(x.data()) + offset, weight.data(),
               static_cast<char*>(y.data()) + offset, n, heads, dim, x.stride, dim, y.stride, dim,
               1e-5f});
+    double squares = 0.0;  // of one head, summed up
     for (int64_t i = 0; i < n; ++i) {
         for (int64_t j = 0; j < all * dim; ++j) {
             const int64_t head = j / dim * dim;
@@ -55,8 +62,10 @@ void rms_norm_of(ThreadPool& pool, DType dtype, int64_t heads, int64_t dim, bool
                 CHECK(in_place ? y(i, j) == before(i, j) : std::isnan(y(i, j)));
                 continue;
             }
-            double squares = 0.0;
-            for (int64_t k = head; k < head + dim; ++k) squares += before(i, k) * before(i, k);
+            if (j == head) {
+                const std::vector<double> values = before.row(i, head, dim);
+                squares = std::inner_product(values.begin(), values.end(), values.begin(), 0.0);
+            }
             const double normed = before(i, j) / std::sqrt(squares / double(dim) + 1e-5);
             CHECK(near(y(i, j), rounded(normed, dtype) * weight(0, j - head), dtype));
         }

@@ -2,6 +2,7 @@
 // that shares nothing with the kernels' conversions.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -28,9 +29,9 @@ struct Format {
 };
 
 inline const Format& format(DType dtype) {
-    static const Format formats[] = {{4, 24, -149, 0x1.fffffep127, 4e-6},
-                                     {2, 11, -24, 65504.0, 1.5e-3},
-                                     {2, 8, -133, 0x1.fep127, 1.2e-2}};
+    static constexpr Format formats[] = {{4, 24, -149, 0x1.fffffep127, 4e-6},
+                                         {2, 11, -24, 65504.0, 1.5e-3},
+                                         {2, 8, -133, 0x1.fep127, 1.2e-2}};
     return formats[dtype];
 }
 
@@ -59,15 +60,16 @@ inline double decoded_bits(uint16_t bits, DType dtype) {
     return (bits & 0x8000) != 0 ? -x : x;
 }
 
-// By table: the references read every element many times, under emulation too.
+// The references read every element many times, under emulation too.
+inline const std::vector<double> kDecoded = [] {
+    std::vector<double> all;
+    for (const DType dtype : {kFloat16, kBFloat16}) {
+        for (int i = 0; i < 1 << 16; ++i) all.push_back(decoded_bits(uint16_t(i), dtype));
+    }
+    return all;
+}();
+
 inline double decoded(const void* p, DType dtype) {
-    static const std::vector<double> table = [] {
-        std::vector<double> all;
-        for (const DType kind : {kFloat16, kBFloat16}) {
-            for (int i = 0; i < 1 << 16; ++i) all.push_back(decoded_bits(uint16_t(i), kind));
-        }
-        return all;
-    }();
     if (dtype == kFloat32) {
         float x;
         std::memcpy(&x, p, 4);
@@ -75,7 +77,7 @@ inline double decoded(const void* p, DType dtype) {
     }
     uint16_t bits;
     std::memcpy(&bits, p, 2);
-    return table[size_t(bits) + (dtype == kBFloat16 ? 1 << 16 : 0)];
+    return kDecoded[size_t(bits) + (dtype == kBFloat16 ? 1 << 16 : 0)];
 }
 
 inline void encode(double value, DType dtype, void* p) {
@@ -110,19 +112,34 @@ class Matrix {
     Matrix(DType dtype, int64_t rows, int64_t columns, int64_t stride = 0)
         : dtype(dtype), rows(rows), columns(columns), stride(stride != 0 ? stride : columns) {
         bytes_.resize(size_t((rows - 1) * this->stride + columns) * format(dtype).bytes);
-        for (size_t i = 0; i < bytes_.size(); i += format(dtype).bytes) {
-            encode(kNaN, dtype, bytes_.data() + i);
-        }
+        encode(kNaN, dtype, bytes_.data());
+        repeat(bytes_, format(dtype).bytes);
     }
+
+    // So many are drawn, and then repeated: under a sanitizer, drawing them all would take longer
+    // than what is tested. As the number is prime, that many rows are unlike each other.
     void fill(std::mt19937& random, double scale) {
+        constexpr int64_t kDrawn = 2039;
         std::normal_distribution<double> normal(0.0, scale);
+        const size_t bytes = format(dtype).bytes, row = size_t(columns) * bytes;
+        std::vector<unsigned char> values(size_t(rows) * row);
+        const int64_t drawn = std::min(rows * columns, kDrawn);
+        for (int64_t i = 0; i < drawn; ++i) {
+            encode(normal(random), dtype, values.data() + size_t(i) * bytes);
+        }
+        repeat(values, size_t(drawn) * bytes);
         for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t j = 0; j < columns; ++j) set(i, j, normal(random));
+            std::memcpy(const_cast<void*>(at(i, 0)), values.data() + size_t(i) * row, row);
         }
     }
     double operator()(int64_t row, int64_t column) const { return decoded(at(row, column), dtype); }
     void set(int64_t row, int64_t column, double x) {
         encode(x, dtype, const_cast<void*>(at(row, column)));
+    }
+    std::vector<double> row(int64_t row, int64_t begin, int64_t count) const {
+        std::vector<double> values(size_t(count), 0.0);
+        for (int64_t i = 0; i < count; ++i) values[size_t(i)] = (*this)(row, begin + i);
+        return values;
     }
     const void* at(int64_t row, int64_t column) const {
         return bytes_.data() + size_t(row * stride + column) * format(dtype).bytes;
@@ -143,6 +160,13 @@ class Matrix {
     const int64_t rows, columns, stride;  // in elements
 
   private:
+    // All bytes become copies of the first `period`.
+    static void repeat(std::vector<unsigned char>& bytes, size_t period) {
+        for (size_t done = period; done < bytes.size(); done *= 2) {
+            std::memcpy(bytes.data() + done, bytes.data(), std::min(done, bytes.size() - done));
+        }
+    }
+
     std::vector<unsigned char> bytes_;
 };
 
