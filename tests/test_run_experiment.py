@@ -200,6 +200,7 @@ def test_dry_run_runs_nothing(run: Runner, experiment: Path) -> None:
         ("runs.two.pipeline=no_such_pkg:P", "there is no module 'no_such_pkg'"),
         ("runs.one.policy_args={ratoi: 8}", "ratoi"),
         ("model.architecture=llama9", "model: unknown architecture 'llama9'"),
+        ("model.architecture=lama2-7b", "nearest known name: llama2-7b"),
         ("model={path: /nowhere/model}", "model: /nowhere/model"),
         ("workload={kind: prompts, path: absent.jsonl}", "no such file"),
         ("workload={kind: prompts, path: absent.jsonl, warm_start: true}", "warm_start needs"),

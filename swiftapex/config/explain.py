@@ -7,12 +7,15 @@ known one.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 Path = tuple[str | int, ...]
+
+_ALIKE = 0.7  # from here on one text is taken for a misspelt other; 'gpu' and 'cpu' are less alike
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -103,8 +106,14 @@ def _message(
         reason = str(first["ctx"]["error"])
         at_leaf = not isinstance(first["input"], Mapping)
         return f"{where}: {value}: {reason}" if at_leaf else f"{where or 'file'}: {reason}"
-    expected = list(dict.fromkeys(_expected(detail) for detail in details))
-    return f"{where or 'file'}: {value}: expected {' or '.join(expected)}"
+    expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+    return f"{where or 'file'}: {value}: expected {expected}{_misspelt(first['input'], expected)}"
+
+
+def _misspelt(value: Any, expected: str) -> str:
+    """Which of the expected values a text was most likely meant to be."""
+    known = nearest(value, re.findall("'([^']+)'", expected)) if isinstance(value, str) else None
+    return f"; nearest: {known!r}" if known and _likeness(value, known) >= _ALIKE else ""
 
 
 def _expected(detail: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from swiftapex.config.explain import nearest
 from swiftapex.core.errors import ModelLoadError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -166,5 +167,8 @@ def named_architecture(name: str, num_layers: int | None = None) -> ModelConfig:
     """The published shape called `name`. Raises ModelLoadError that lists the known names."""
     if name not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise ModelLoadError(f"unknown architecture {name!r}: expected one of {known}")
+        raise ModelLoadError(
+            f"unknown architecture {name!r}: expected one of {known}; "
+            f"nearest known name: {nearest(name, _ARCHITECTURES)}"
+        )
     return with_layers(_ARCHITECTURES[name], num_layers)
