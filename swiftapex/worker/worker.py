@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from swiftapex.attention import Attention, BoundBatch
+from swiftapex.attention import Attention
 from swiftapex.backends import make_backends
 from swiftapex.config.schema import EngineConfig
-from swiftapex.core.ops import AttentionBatch, Download, Group
+from swiftapex.core.ops import AttentionBatch, Group
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
 from swiftapex.core.plugins import load_class
 from swiftapex.core.records import BusyTimes, DeviceMemory
@@ -21,7 +18,6 @@ from swiftapex.core.trace import TraceRecorder
 from swiftapex.kv.sizing import STAGING_DEPTH, KVSizes, attention_shape
 from swiftapex.kv.staging import BlockCopies, StagedPrefill
 from swiftapex.kv.store import KVStore
-from swiftapex.model.sampling import sample
 from swiftapex.model.shard import WHOLE, Shard
 from swiftapex.model.source import ModelSource, as_torch_dtype
 from swiftapex.model.stages import Stages
@@ -36,10 +32,9 @@ from swiftapex.pipelines.repeated import (
     RepeatedPasses,
 )
 from swiftapex.worker.bind import Binder
+from swiftapex.worker.completion import Completion
 from swiftapex.worker.request_table import RequestTable
 from swiftapex.worker.traced import Tracer, observe
-
-_NOT_FINITE = "the model's logits are not finite: numbers overflowed in this dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +44,6 @@ class Membership:
     shard: Shard
     group: Group
     readiness: Readiness
-
-
-@dataclass(slots=True)
-class _Arrival:
-    """Tokens on their way to the host."""
-
-    tokens: Download
-    seen_s: float | None = None  # that they were there
 
 
 class Worker:
@@ -94,14 +81,14 @@ class Worker:
         max_blocks = -(-max_model_len // engine.block_size)
         self._table = RequestTable(max_blocks, weights.device)
         self._staged: list[StagedPrefill] = []
-        self._arrival: _Arrival | None = None  # of the pass launched last that completes tokens
         self._attention = Attention(self._store, gpu, self._backends.cpu_attention, shape)
         self._tracer = None if trace is None else Tracer(trace, self._backends.clock)
         observed = observe(self._stages, self._attention, self._backends.copies, self._tracer)
         self._copies = observed.copies
-        launch_ahead = LaunchAhead(
-            progress=self._backends.progress, meanwhile=self._look_for_tokens
+        completion = Completion(
+            observed.stages(0).logits, self._stages.ops.argmax, self._table, gpu
         )
+        launch_ahead = LaunchAhead(progress=self._backends.progress, meanwhile=completion.look)
 
         def is_traced() -> bool:
             return trace is not None and trace.active
@@ -123,7 +110,7 @@ class Worker:
             parked=self._parked,
             repeated=self._repeated,
             bind=binder.bind,
-            complete=self._complete,
+            complete=completion.complete,
         )
         self._pipelines: dict[str, Pipeline] = {}
 
@@ -242,38 +229,3 @@ class Worker:
         staged = StagedPrefill(self._store, self._copies, batch, prefix, touched, self._num_layers)
         self._staged.append(staged)
         return staged
-
-    def _complete(self, results: Sequence[tuple[BoundBatch, Tensor]]) -> StepResult:
-        """Samples one token per completing row, from x [tokens, hidden] after the last layer."""
-        pairs = [(batch, x[batch.last_rows]) for batch, x in results if batch.completing]
-        if not pairs:
-            return StepResult()
-        request_ids = [r for batch, _ in pairs for r in batch.completing]
-        indices = [i for batch, _ in pairs for i in batch.token_indices]
-        logits = self._parts.stages(0).logits(torch.cat([x for _, x in pairs]))
-        params = [self._table[request_id].sampling for request_id in request_ids]
-        sampled = sample(logits, params, indices, self._stages.ops.argmax)
-        backend = self._backends.gpu
-        (slots,) = backend.upload([self._table.slots(request_ids)])
-        self._table.last_tokens[slots] = sampled.token_ids
-        arrival = _Arrival(
-            backend.download(torch.stack((sampled.token_ids, sampled.invalid.long())))
-        )
-        self._arrival = arrival
-
-        def fetch() -> Tokens:
-            ids, invalid = arrival.tokens.wait().tolist()
-            bad = [r for r, is_bad in zip(request_ids, invalid, strict=True) if is_bad]
-            tokens = dict(zip(request_ids, ids, strict=True))
-            for request_id in bad:
-                del tokens[request_id]
-            return Tokens(tokens, dict.fromkeys(bad, _NOT_FINITE), arrival.seen_s)
-
-        return StepResult(tuple(request_ids), fetch=fetch)
-
-    def _look_for_tokens(self) -> None:
-        """Notes when the newest tokens came, while the next pass is being launched: they are
-        fetched after that, which may be most of a pass later."""
-        arrival = self._arrival
-        if arrival is not None and arrival.seen_s is None and arrival.tokens.is_here():
-            arrival.seen_s = time.perf_counter()

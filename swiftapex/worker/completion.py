@@ -1,0 +1,75 @@
+"""Tokens that a pass completes: sampled on the device, brought to the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftapex.attention import BoundBatch
+from swiftapex.core.ops import Backend, Download
+from swiftapex.core.plan import StepResult, Tokens
+from swiftapex.model.sampling import Argmax, sample
+from swiftapex.worker.request_table import RequestTable
+
+_NOT_FINITE = "the model's logits are not finite: numbers overflowed in this dtype"
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """Tokens on their way to the host."""
+
+    tokens: Download
+    seen_s: float | None = None  # that they were there
+
+
+class Completion:
+    """`logits`: x [rows, hidden] after the last layer -> [rows, vocab]."""
+
+    def __init__(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        argmax: Argmax,
+        table: RequestTable,
+        backend: Backend,
+    ) -> None:
+        self._logits = logits
+        self._argmax = argmax
+        self._table = table
+        self._backend = backend
+        self._newest: _Arrival | None = None
+
+    def complete(self, results: Sequence[tuple[BoundBatch, Tensor]]) -> StepResult:
+        """Samples one token per completing row, from x [tokens, hidden] after the last layer."""
+        pairs = [(batch, x[batch.last_rows]) for batch, x in results if batch.completing]
+        if not pairs:
+            return StepResult()
+        request_ids = [r for batch, _ in pairs for r in batch.completing]
+        indices = [i for batch, _ in pairs for i in batch.token_indices]
+        logits = self._logits(torch.cat([x for _, x in pairs]))
+        params = [self._table[request_id].sampling for request_id in request_ids]
+        sampled = sample(logits, params, indices, self._argmax)
+        (slots,) = self._backend.upload([self._table.slots(request_ids)])
+        self._table.last_tokens[slots] = sampled.token_ids
+        both = torch.stack((sampled.token_ids, sampled.invalid.long()))
+        arrival = self._newest = _Arrival(self._backend.download(both))
+
+        def fetch() -> Tokens:
+            ids, invalid = arrival.tokens.wait().tolist()
+            bad = [r for r, is_bad in zip(request_ids, invalid, strict=True) if is_bad]
+            tokens = dict(zip(request_ids, ids, strict=True))
+            for request_id in bad:
+                del tokens[request_id]
+            return Tokens(tokens, dict.fromkeys(bad, _NOT_FINITE), arrival.seen_s)
+
+        return StepResult(tuple(request_ids), fetch=fetch)
+
+    def look(self) -> None:
+        """Notes when the newest tokens came, while the next pass is being launched: they are
+        fetched after that, which may be most of a pass later."""
+        arrival = self._newest
+        if arrival is not None and arrival.seen_s is None and arrival.tokens.is_here():
+            arrival.seen_s = time.perf_counter()
