@@ -612,6 +612,19 @@ def test_long_run_yields_by_hand() -> None:
     assert steady.gpu_only(cost, replace(mix, gpu_decodes=0)).rate == 0
 
 
+@pytest.mark.parametrize("zero", ["cpu_token", "linear_fixed"])
+def test_costs_that_a_profile_could_not_tell_from_noise_divide_nothing(zero: str) -> None:
+    """Measured times are clipped at 0. Of a CPU that takes no time all decodes are hidden."""
+    cost = replace(ConstantCostModel(num_layers=4, gpu_token=0, cpu_token=1), **{zero: 0.0})
+    mix = steady.Mix(
+        gpu_decodes=2, cpu_decodes=40, tokens_each=10, prompt_share=0, max_tokens=50, max_rows=64
+    )
+    found = steady.asymmetric(cost, mix)
+    assert 0 < found.taken <= 40 and found.rate > 0
+    if zero == "cpu_token":
+        assert found.taken == 40
+
+
 def test_no_more_decodes_are_counted_than_a_batch_takes_tokens() -> None:
     # 10 decodes on a GPU whose batches take 6 tokens: no chunk beside them, and none of -4.
     harness = Harness(20, 16, 12, 6, policy="model_based", cpu_blocks=20, staging_blocks=20)

@@ -17,14 +17,18 @@ import torch
 from torch import Tensor
 
 import swiftapex.worker.worker as worker_module
+from swiftapex import SamplingParams
+from swiftapex.backends.cpu_lane import CpuLane
 from swiftapex.backends.graph_rows import Recordings
 from swiftapex.backends.reference import ReferenceBackend
 from swiftapex.backends.threads import cpu_threads
+from swiftapex.core.errors import EngineError
 from swiftapex.core.ops import AttentionBatch
+from swiftapex.core.request import FinishReason
 from swiftapex.worker.worker import Worker
 from tests.cuda_double import cuda_modules, maker
 from tests.graph_double import Graph, capture
-from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
+from tests.hybrid import STRATEGIES, Pools, Tally, run_schedule, small_engine, strategy
 from tests.lane_cases import SHAPE, make_case
 
 pytestmark = pytest.mark.timeout(300)
@@ -180,6 +184,30 @@ def test_an_error_in_a_task_holds_nothing_up_and_is_raised_later(modules: dict[s
     with pytest.raises(ValueError, match="narrower"):
         recorded.lane.replay(recorded.hand_offs, good, recorded.graph.replay)
     recorded.lane.close()
+
+
+def test_no_token_of_a_pass_whose_cpu_task_failed_is_handed_out(modules: dict[str, Any]) -> None:
+    """The error is raised where its tokens are fetched, be it the last pass of all."""
+    pools, args = Pools(2, 16, 16, 8, 40), {"use_cpu": True}
+    engine = small_engine("gqa-3", pools, "fixed:sequential", args, None, device="cuda")
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [engine.add([5 + i] * 20, params) for i in range(2)]
+    submit = CpuLane.submit
+
+    def failing(self: CpuLane, layer: int, kv: Any, batch: Any, *rest: Any, **more: Any) -> Any:
+        if layer > 0 and int(batch.context_lens.max()) == 25:  # that of the last token
+            batch = replace(batch, context_lens=batch.context_lens + 1000)
+        return submit(self, layer, kv, batch, *rest, **more)
+
+    with (
+        mock.patch.object(CpuLane, "submit", failing),
+        pytest.raises(EngineError, match="narrower"),
+    ):
+        while engine.has_work:
+            engine.step()
+    assert all(r.finish_reason is FinishReason.ERROR for r in requests)
+    assert all(len(r.output_ids) < 6 for r in requests)
+    engine.close()
 
 
 def test_a_pass_whose_tasks_cannot_be_queued_is_not_launched(modules: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ class CudaCpuLane:
         """`launch` replays the graph of `recorded`, for these CPU decodes. The tasks are queued
         first: a stream must not come to wait for one that could not be. Where this raises, tasks
         may be left that nothing sets off, and `recorded` must not be used again."""
-        self._collect()
+        self.check()
         tasks = recorded.queue(self._lane, batches)
         launch()
         self.link_bytes += recorded.link_bytes
@@ -141,7 +141,7 @@ class CudaCpuLane:
         event.record(current_stream())
         self._returning.append((event, memory, tasks))
 
-    def _collect(self) -> None:
+    def check(self) -> None:
         """Takes back memory that nothing uses any more; raises what went wrong in its tasks."""
         while self._returning and self._returning[0][0].query():
             _, memory, tasks = self._returning.popleft()
@@ -152,7 +152,7 @@ class CudaCpuLane:
 
     def _take_slot(self, rows: int, shape: AttentionShape, dtype: torch.dtype) -> Slot:
         """A slot's capacity is a power of two."""
-        self._collect()
+        self.check()
         heads = shape.num_q_heads + 2 * shape.num_kv_heads
         width = shape.num_q_heads * shape.head_dim
         capacity = 1 << (rows - 1).bit_length()

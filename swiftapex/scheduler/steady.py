@@ -134,12 +134,16 @@ def _hidden(cost: CostModel, mix: Mix) -> int:
     """CPU decodes that two sub-batches without chunks hide."""
     each_us = cost.cpu_attention_us(_SAMPLE * mix.tokens_each, _SAMPLE) / _SAMPLE
     alone = mix.with_chunk(0)
-    in_second = int(
-        min(cost.linear_us(max(1, alone.rows)) / each_us, mix.cpu_decodes, mix.max_rows)
-    )
-    beside = cost.linear_us(in_second) + gpu_side_attention_us(cost, alone)
+
+    def in_time(us: float, most: int) -> int:
+        """A CPU whose time is below what a profile tells from noise hides all of them."""
+        return int(max(0, min(us / each_us, most))) if each_us > 0 else max(0, most)
+
+    beside_first = cost.linear_us(max(1, alone.rows))
+    in_second = in_time(beside_first, min(mix.cpu_decodes, mix.max_rows))
+    beside_second = cost.linear_us(in_second) + gpu_side_attention_us(cost, alone)
     room = mix.max_rows - mix.gpu_decodes
-    return in_second + int(max(0, min(beside / each_us, mix.cpu_decodes - in_second, room)))
+    return in_second + in_time(beside_second, min(mix.cpu_decodes - in_second, room))
 
 
 def _halves(cost: CostModel, mix: Mix, chunk: int, taken: int) -> tuple[Load, Load]:
@@ -148,7 +152,8 @@ def _halves(cost: CostModel, mix: Mix, chunk: int, taken: int) -> tuple[Load, Lo
     alone = mix.with_chunk(chunk)
     beside_first = cost.linear_us(max(1, alone.rows))
     beside_second = cost.linear_us(max(1, taken // 2)) + gpu_side_attention_us(cost, alone)
-    second = round(taken * beside_first / (beside_first + beside_second))
+    both = beside_first + beside_second
+    second = round(taken * (beside_first / both if both > 0 else 0.5))
     second = max(min(second, mix.max_rows), taken - (mix.max_rows - mix.gpu_decodes))
     return (
         alone.with_cpu_decodes((taken - second) * mix.tokens_each, taken - second),

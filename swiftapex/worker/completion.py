@@ -46,7 +46,7 @@ class Completion:
         """Samples one token per completing row, from x [tokens, hidden] after the last layer."""
         pairs = [(batch, x[batch.last_rows]) for batch, x in results if batch.completing]
         if not pairs:
-            return StepResult()
+            return self._without_tokens() if results else StepResult()
         request_ids = [r for batch, _ in pairs for r in batch.completing]
         indices = [i for batch, _ in pairs for i in batch.token_indices]
         logits = self._logits(torch.cat([x for _, x in pairs]))
@@ -66,6 +66,18 @@ class Completion:
             return Tokens(tokens, dict.fromkeys(bad, _NOT_FINITE), arrival.seen_s)
 
         return StepResult(tuple(request_ids), fetch=fetch)
+
+    def _without_tokens(self) -> StepResult:
+        """Of a pass of chunks alone, none of which is a prompt's last one: its end is waited for
+        like that of others."""
+        nothing = self._table.last_tokens[:0]
+        arrival = self._newest = _Arrival(self._backend.download(nothing))
+
+        def fetch() -> Tokens:
+            arrival.tokens.wait()
+            return Tokens(done_s=arrival.seen_s)
+
+        return StepResult(fetch=fetch)
 
     def look(self) -> None:
         """Notes when the newest tokens came, while the next pass is being launched: they are

@@ -163,6 +163,7 @@ class Worker:
 
         def fetch() -> Tokens:
             tokens = result.fetch()  # waits
+            self._backends.check()  # before anyone sees them
             return replace(tokens, cpu_work=getattr(self._backends.cpu_attention, "work", None))
 
         return StepResult(result.completing, self._parked.request_ids, fetch)
