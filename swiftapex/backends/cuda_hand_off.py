@@ -115,12 +115,7 @@ class RecordedHandOffs:
             for batch in batches
         ]
         self._calls: list[tuple[int, int, Tensor, AttentionShape]] = []
-
-    @property
-    def link_bytes(self) -> int:
-        """That cross in each replay, padding included."""
-        slots = [self._slots[index] for index, *_ in self._calls]
-        return sum(slot.row_bytes * len(slot.qkv) for slot in slots if slot is not None)
+        self.link_bytes = 0  # that cross in each replay, padding included
 
     def submit(
         self, layer: int, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
@@ -131,6 +126,7 @@ class RecordedHandOffs:
         assert slot is not None and len(qkv) == len(slot.qkv)
         slot.send(qkv)
         self._calls.append((index, layer, kv, shape))
+        self.link_bytes += slot.row_bytes * len(slot.qkv)
         return RecordedTicket(slot)
 
     def queue(

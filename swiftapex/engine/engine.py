@@ -413,7 +413,8 @@ class Engine:
             raise EngineError(f"an iteration failed: {type(error).__name__}: {error}") from error
         now = time.perf_counter()
         end = now if tokens.done_s is None else tokens.done_s
-        duration_us = (end - max(launched.record.start_s, self._last_end_s)) * 1e6
+        begin = max(launched.record.start_s, self._last_end_s)
+        duration_us = (end - begin) * 1e6
         before, self._cpu_work = self._cpu_work, tokens.cpu_work
         attended = tokens.cpu_work and before and tokens.cpu_work.since(before)
         if isinstance(self._cost_model, CorrectedCostModel):
@@ -422,7 +423,7 @@ class Engine:
             self.iterations.append(
                 dataclasses.replace(
                     launched.record,
-                    start_s=max(launched.record.start_s, self._last_end_s),
+                    start_s=begin,
                     duration_us=duration_us,
                     cpu_attention_us=attended and 1e6 * attended.busy_s,
                 )
