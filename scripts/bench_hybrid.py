@@ -46,6 +46,7 @@ from swiftapex.policies import make_policy
 
 KINDS = ("window", "decode", "whole")
 AGREE = 0.05  # of the requests that a window prefilled and decoded
+_WAITING = 1000  # requests at least: a policy that asks sees work for many minutes
 
 
 def make_engine(args: argparse.Namespace, strategy: str) -> Engine:
@@ -124,7 +125,7 @@ class Workload:
         self._rng = random.Random(seed)
 
     def next(self) -> tuple[list[int], SamplingParams]:
-        prompt = [self._rng.randrange(3, 500) for _ in range(self._near(self.mean_input))]
+        prompt = self._rng.choices(range(3, 500), k=self._near(self.mean_input))
         sampling = SamplingParams(max_tokens=self._near(self.mean_output), ignore_eos=True)
         return prompt, sampling
 
@@ -169,8 +170,8 @@ class Run:
         stats = self._engine.stats()
         if at_once is not None:
             self.add(at_once - stats.waiting - stats.running_gpu - stats.running_cpu)
-        elif stats.waiting < 256:
-            self.add(64)
+        elif stats.waiting < _WAITING:
+            self.add(_WAITING + 64 - stats.waiting)
 
     @property
     def output_tokens(self) -> int:

@@ -47,8 +47,8 @@ class Regime:
     """`gpu_kv` in tokens; `sms` None: the whole GPU. `at_once`: requests at a time, None: as many
     as there is KV for. `in_flight`: policy -> requests in progress when the warm-up begins, for
     each of OUTPUTS, `N` or `N:share` as in `bench_hybrid.py`'s lengths: about what it settles at on
-    a clock that runs by the closed forms or, for `model_based` on 8 multiprocessors, by measured
-    tables (None: all that fit; so too for policies that are not named)."""
+    a clock that runs by measured tables (None: all that fit; so too for policies that are not
+    named). `N|M`: it never settles, but fills the CPU and drains it in turns; a window of each."""
 
     model: str
     sms: int | None
@@ -87,9 +87,9 @@ REGIMES = {
         26_400,
         1000,
         in_flight={
-            "neo": ("28", "29", "70"),
-            "apex": ("150", "205", "320"),
-            MODEL_BASED: ("24", "210:0.8", "480:0.5"),
+            "neo": ("28", "29", "30|110"),
+            "apex": ("150", "205", "480"),
+            MODEL_BASED: ("25", "270:0.8", "94"),
         },
     ),
     "uncapped": Regime(
@@ -130,12 +130,17 @@ class Cell:
         }
         return argparse.Namespace(**vars(args) | own)
 
+    @property
+    def starts(self) -> list[str]:
+        """What its windows begin with, one after the other."""
+        starts = REGIMES[self.regime].in_flight.get(self.strategy)
+        start = starts[OUTPUTS.index(self.output)] if starts and self.output in OUTPUTS else None
+        return (start or "").split("|")
+
     def lengths(self) -> str:
         """`bench_hybrid`'s, and what the window begins with."""
-        regime = REGIMES[self.regime]
-        starts = regime.in_flight.get(self.strategy)
-        start = starts[OUTPUTS.index(self.output)] if starts and self.output in OUTPUTS else None
-        return f"{regime.mean_input}x{self.output}" + (f"@{start}" if start else "")
+        start = self.starts[self.repeat % len(self.starts)]
+        return f"{REGIMES[self.regime].mean_input}x{self.output}" + (f"@{start}" if start else "")
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -143,11 +148,12 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     found = []
     for regime in args.regimes:
         for output in args.outputs:
-            for repeat in range(args.repeats):
-                all_of_them = repeat < args.repeats_of_others
-                strategies = STRATEGIES if all_of_them else (GPU_ONLY, MODEL_BASED)
-                wanted = [strategy for strategy in strategies if strategy in args.strategies]
-                found += [Cell(regime, output, strategy, repeat) for strategy in wanted]
+            for repeat in range(max(args.repeats, args.repeats_of_others, 2)):
+                for strategy in (s for s in STRATEGIES if s in args.strategies):
+                    cell = Cell(regime, output, strategy, repeat)
+                    wanted = args.repeats_of_others if strategy in OTHERS else args.repeats
+                    if repeat < max(wanted, len(cell.starts)):
+                        found.append(cell)
     return found
 
 
@@ -206,10 +212,20 @@ class Rate:
 
 
 def _mean(lines: Sequence[dict[str, Any]], strategy: str) -> Rate | None:
-    """Of a strategy's repeats."""
+    """Of a strategy's windows. Where some fill the CPU and some drain it, each kind counts for as
+    long as makes up for the other."""
     mine = [line for line in lines if line["strategy"] == strategy]
     if not mine:
         return None
+    filling, draining = ([x for x in mine if _filled(x) * sign > 0] for sign in (1, -1))
+    if filling and draining and not all(x["valid"] for x in mine):
+        gain, loss = (abs(statistics.mean(map(_filled, kind))) for kind in (filling, draining))
+        first, second = (
+            statistics.mean(float(x["output_tokens_per_s"]) for x in kind)
+            for kind in (filling, draining)
+        )
+        balanced = (loss * first + gain * second) / (gain + loss)
+        return Rate(balanced, balanced, balanced)
     shares = [
         x["prefilled_requests"] / x["decoded_requests"] if x["decoded_requests"] else 1.0
         for x in mine
@@ -221,6 +237,11 @@ def _mean(lines: Sequence[dict[str, Any]], strategy: str) -> Rate | None:
         statistics.mean(rate * min(1.0, share) for rate, share in pairs),
         statistics.mean(rate * max(1.0, share) for rate, share in pairs),
     )
+
+
+def _filled(line: dict[str, Any]) -> float:
+    """Requests per second that began and did not end."""
+    return float(line["prefilled_requests"] - line["decoded_requests"]) / float(line["seconds"])
 
 
 def run(args: argparse.Namespace, todo: Sequence[Cell]) -> Iterator[dict[str, Any]]:

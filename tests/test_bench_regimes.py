@@ -30,6 +30,7 @@ def line(
         "prefilled_requests": taken,
         "decoded_requests": 10.0,
         "output_tokens_per_s": rate,
+        "seconds": 2.0,
     }
 
 
@@ -69,6 +70,27 @@ def test_a_ratio_from_invalid_windows_is_no_miss_where_they_leave_it_open(bench:
     assert bench.summary([lines[0], line("model_based", 90.0)])["misses"] == [
         ["t4-864", 50, "over_gpu_only", 0.9]
     ]
+
+
+def test_windows_that_fill_the_cpu_and_drain_it_make_up_for_each_other(bench: Any) -> None:
+    """2 s with 10 requests more and 2 s with 5 fewer: a third of the time it fills."""
+    lines = [
+        line("gpu_only", 100.0),
+        line("neo", 90.0, taken=20.0),
+        line("neo", 180.0, repeat=1, taken=5.0),
+        line("model_based", 165.0),
+    ]
+    (row,) = bench.summary(lines)["ratios"]
+    assert row["tokens_per_s"]["neo"] == pytest.approx((90 + 2 * 180) / 3, abs=0.05)
+    assert row["over_neo_and_apex"] == {"ratio": 1.1, "least": 1.1, "most": 1.1}
+
+
+def test_a_policy_that_never_settles_has_a_window_of_each_start(bench: Any) -> None:
+    args = argparse.Namespace(
+        regimes=["a10g-26400"], outputs=[500], repeats=1, repeats_of_others=1, strategies=["neo"]
+    )
+    found = [cell.lengths() for cell in bench.cells(args)]
+    assert found == ["1000x500@30", "1000x500@110"]
 
 
 def test_strategies_take_turns_and_the_others_have_fewer_repeats(bench: Any) -> None:

@@ -339,7 +339,7 @@ def test_cohorts_are_even_and_start_one_at_a_time() -> None:
 
 
 def test_number_of_cohorts() -> None:
-    assert [cohorts_wanted(n, None) for n in (0, 64, 200, 640, 5000)] == [2, 2, 3, 10, 32]
+    assert [cohorts_wanted(n, None) for n in (0, 40, 64, 200, 640, 5000)] == [2, 2, 4, 8, 10, 32]
     assert cohorts_wanted(5, 7) == 7
 
 
@@ -474,9 +474,10 @@ def test_model_based_sends_nothing_to_a_cpu_that_does_not_pay() -> None:
 @pytest.mark.parametrize(
     ("gain", "on_cpu", "known_tokens", "expected"),
     [
-        (1.04, 0, 1e3, GPU_ONLY),
-        (1.04, 0, 1e5, ASYMMETRIC),
+        (1.10, 0, 1e3, GPU_ONLY),
+        (1.10, 0, 1e5, ASYMMETRIC),
         (1.04, 99, 1e3, ASYMMETRIC),
+        (1.04, 0, 1e9, GPU_ONLY),  # no more than predictions may be wrong by
         (1.30, 0, 3e3, GPU_ONLY),
         (1.30, 0, 6e3, ASYMMETRIC),
         (1.01, 90, 1e9, GPU_ONLY),  # the margin of 2 %
@@ -485,15 +486,48 @@ def test_model_based_sends_nothing_to_a_cpu_that_does_not_pay() -> None:
 def test_the_cpu_is_not_filled_for_a_gain_that_comes_too_late(
     gain: float, on_cpu: int, known_tokens: float, expected: str
 ) -> None:
-    # A prompt takes 10 µs, as ten tokens do, and 100 of them must be there: 1000 µs, in which
-    # known_tokens are put off that take 1 / gain µs each, in place of 1.
+    # A prompt takes 9 µs, as nine tokens do, and 100 of them must be there: 900 µs beside
+    # known_tokens that take 1 / gain µs each, in place of 1.
+    alone = steady.Steady(1.0, 100.0, 10, worth=1.0)
+    gained = weighed(gain, gain, known_tokens, on_cpu)
+    if not on_cpu:
+        assert 1 / gained.worth == pytest.approx(1 / (0.95 * gain) + 909 / known_tokens, rel=0.01)
+    assert ModelBased().best({GPU_ONLY: alone, ASYMMETRIC: gained}) == expected
+
+
+def weighed(rate: float, without_prompts: float, known_tokens: float, on_cpu: int) -> steady.Steady:
+    """An iteration with 100 requests on the CPU, where a token of prompt takes 1 µs and a request
+    has 9.09 of them and 1.82 of output."""
     cost = ConstantCostModel(num_layers=1, linear_fixed=0, linear_row=1, prefill_token=0)
-    mix = steady.Mix(5, 200, 10, 5, max_tokens=100, max_rows=64, known_tokens=known_tokens)
-    alone = steady.Steady(1.0, 100.0, 10)
-    found = {GPU_ONLY: alone, ASYMMETRIC: steady.Steady(gain, 100.0, 10, on_cpu=100)}
-    share = steady.fill_share(cost, mix)
-    assert share == pytest.approx(10 / known_tokens, rel=0.05)
-    assert ModelBased().best(found, on_cpu, share) == expected
+    mix = steady.Mix(5, 200, 10, 5, 1000, 64, known_tokens=known_tokens, on_cpu=on_cpu)
+    found = steady.Steady(rate, 100.0, 10, on_cpu=100)
+    return steady.weighed(cost, mix, found, lambda: without_prompts)
+
+
+def test_filling_the_cpu_costs_only_what_its_prompts_would_not_cost_later() -> None:
+    """Where tokens take 10 µs with prompts and 5 without, a prompt is paid for either way; where
+    they take 10 both times, as what the CPU does lasts longer, it is a loss."""
+    assert weighed(0.1, 0.2, 1e3, 0).worth == pytest.approx(0.095, rel=0.01)
+    assert 1 / weighed(0.1, 0.1, 1e3, 0).worth == pytest.approx(1 / 0.095 + 0.909, rel=0.01)
+
+
+def test_requests_that_came_while_others_ran_are_expected_to_go_on_coming() -> None:
+    harness = hybrid("model_based", ConstantCostModel(num_layers=4))
+    for _ in range(6):
+        harness.add(20, 20)
+    at_once = steady.Mix.of(harness.state)
+    harness.step()
+    running = harness.queue.num_running
+    assert running and harness.queue.num_came_later == 0
+    for _ in range(4):
+        harness.add(20, 20)
+    assert harness.queue.num_came_later == 4
+    later = steady.Mix.of(harness.state)
+    waiting = harness.queue.num_waiting
+    assert at_once.known_tokens == pytest.approx(6 * at_once.output)
+    assert later.known_tokens == pytest.approx((waiting + 4 + running / 2) * later.output)
+    harness.drain()
+    assert harness.queue.num_came_later == 0  # what comes next is a new time
 
 
 def test_margin_keeps_the_gpu_alone_where_the_gain_is_small() -> None:
@@ -591,21 +625,22 @@ def test_long_run_yields_by_hand() -> None:
     )
     # 4 (100 + 2 + 20) = 488 µs for two tokens.
     alone = steady.gpu_only(cost, mix)
-    assert alone == steady.Steady(2 / 488, 488, 0)
+    assert alone == steady.Steady(2 / 488, 488, 0, worth=2 / 488)
     # T_l0 = 102 at first hides 10 decodes of 10 µs; T_l1 = 110 and T_ga0 = 20 hide 13 more. With 15
     # rows in the first T_l0 = 115: no less is hidden. 4 (115 + 130) = 980 µs for 25 tokens, 23 of
     # them on the CPU, which should hold a quarter more.
     two = steady.asymmetric(cost, mix)
-    assert two == steady.Steady(25 / 980, 980, 0, on_cpu=28, taken=23)
+    assert two == steady.Steady(25 / 980, 980, 0, on_cpu=28, taken=23, worth=25 / 980)
     # 40 decodes rejoin 40 / 5 = 8 at a time: 4 (100 + 10 + 20) = 520 µs; a visit takes 400.
     parked = steady.overlap(cost, mix, cohorts=1)
-    assert parked == steady.Steady(10 / 520, 520, 0, on_cpu=40)
+    assert parked == steady.Steady(10 / 520, 520, 0, on_cpu=40, worth=10 / 520)
     # A visit of 80 decodes takes 800 µs, the pass 4 (100 + 18 + 20) = 552.
     slow = steady.overlap(cost, replace(mix, cpu_decodes=80), cohorts=1)
     assert slow.rate == pytest.approx((2 + 16 * 552 / 800) / 552)
     assert slow.on_cpu == 55  # 80 x 552 / 800: more of them only wait for the CPU
     # Each token comes with 4 of a prompt: 8 beside the two. 4 (100 + 10 + 20) = 520 µs.
-    assert steady.gpu_only(cost, replace(mix, prompt_share=4)) == steady.Steady(2 / 520, 520, 8)
+    fed = steady.gpu_only(cost, replace(mix, prompt_share=4))
+    assert fed == steady.Steady(2 / 520, 520, 8, worth=2 / 520)
     # With 40 of them 80 would be asked for, and 48 fit: a little more than half of the tokens.
     cut = steady.gpu_only(cost, replace(mix, prompt_share=40))
     assert cut.chunk == 48 and cut.rate == pytest.approx(2 * 49 / 80 / cut.us)

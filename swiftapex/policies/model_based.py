@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import replace
 
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import Inequality, StepPlan
@@ -106,22 +104,16 @@ class ModelBased(Policy):
     def _compare(self, state: SchedulerState, cost: CostModel) -> None:
         """Chooses the strategy for the next iterations, with the requests that are on the CPU or
         with as many as it could get, whichever is worth more."""
-        mix, on_cpu = steady.Mix.of(state), state.running_on(Placement.CPU)
-        share = steady.fill_share(cost, mix)
-        mixes = [mix]
-        if 0 < on_cpu < mix.cpu_decodes:
-            mixes.append(replace(mix, cpu_decodes=on_cpu))
+        mix = steady.Mix.of(state)
         self._yields = found = {GPU_ONLY: steady.gpu_only(cost, mix)}
         if mix.cpu_decodes:
-            worth = functools.partial(_worth, on_cpu=on_cpu, fill_share=share)
-            seen: dict[int, steady.Steady] = {}
-            found[ASYMMETRIC] = max((steady.asymmetric(cost, m, seen) for m in mixes), key=worth)
-            found[OVERLAP] = max((steady.overlap(cost, m, self.cohorts) for m in mixes), key=worth)
-        self._strategy = self.best(found, on_cpu, share)
+            found[ASYMMETRIC] = steady.asymmetric(cost, mix)
+            found[OVERLAP] = steady.overlap(cost, mix, self.cohorts)
+        self._strategy = self.best(found)
 
-    def best(self, found: Mapping[str, steady.Steady], on_cpu: int, fill_share: float) -> str:
-        """The strategy for the next iterations, with so many requests on the CPU now."""
-        rates = {name: _worth(each, on_cpu, fill_share) for name, each in found.items()}
+    def best(self, found: Mapping[str, steady.Steady]) -> str:
+        """The strategy for the next iterations."""
+        rates = {name: each.worth for name, each in found.items()}
         rates[GPU_ONLY] *= 1 + self.margin
         if self._strategy != GPU_ONLY and self._strategy in rates:
             rates[self._strategy] *= _STAY
@@ -145,10 +137,3 @@ class ModelBased(Policy):
 
     def _cpu_full(self, batch: BatchDraft, request: Request) -> bool:
         return self._strategy == GPU_ONLY
-
-
-def _worth(each: steady.Steady, on_cpu: int, fill_share: float) -> float:
-    """Tokens per µs. `fill_share`: µs a token for each request that it takes on the CPU beyond the
-    `on_cpu` that are there."""
-    missing = max(0, each.on_cpu - on_cpu)
-    return each.rate / (1 + each.rate * missing * fill_share)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_ROWS_PER_COHORT = 64
+_ROWS_PER_COHORT = 16  # less of the CPU's work in a task, and its fixed cost shows
+_ENOUGH = 8
+_MOST_ROWS = 64
 _FEWEST, _MOST = 2, 32
 
 
@@ -35,9 +37,12 @@ class CohortBook:
 
 
 def cohorts_wanted(num_cpu: int, setting: int | None) -> int:
-    """How many cohorts `num_cpu` CPU decodes should form: the setting, or one per 64, within
-    [2, 32]. One alone leaves the CPU idle while the GPU works on it; many pay a task's fixed cost
+    """How many cohorts `num_cpu` CPU decodes should form: the setting, or one per 16, but not more
+    than 8 unless those had more than 64 each; within [2, 32]. A cohort that has come back waits for
+    the GPU to be where it joins: one alone leaves the CPU idle meanwhile, and of three there are
+    times when none is left to work on (docs/results/gpu_idle.json); many pay a task's fixed cost
     each, and gain little."""
     if setting is not None:
         return setting
-    return min(max(num_cpu // _ROWS_PER_COHORT, _FEWEST), _MOST)
+    wanted = max(min(num_cpu // _ROWS_PER_COHORT, _ENOUGH), num_cpu // _MOST_ROWS)
+    return min(max(wanted, _FEWEST), _MOST)

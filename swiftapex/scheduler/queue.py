@@ -39,6 +39,7 @@ class RequestQueue:
         self._running: list[Request] = []
         self._running_by_id: dict[int, Request] = {}
         self._ended = _Ended()
+        self._came_later = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -72,6 +73,11 @@ class RequestQueue:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_came_later(self) -> int:
+        """Requests that came while others ran, since there were none."""
+        return self._came_later
+
     def prompt_share(self) -> float:
         """Tokens of prompt for each token of output: of requests that ended lately or, until some
         have, of those that run, as long as they may get."""
@@ -89,6 +95,7 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
         insort(self._waiting, request, key=_age)
+        self._came_later += bool(self._running)
 
     def start(self, request: Request) -> None:
         """The oldest waiting request becomes running."""
@@ -113,6 +120,8 @@ class RequestQueue:
         elif request.state is RequestState.RUNNING:
             self._stop(request)
         request.state = RequestState.FINISHED
+        if not len(self):
+            self._came_later = 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless states fit the lists and both are in arrival order."""

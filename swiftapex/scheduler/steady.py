@@ -8,7 +8,8 @@ could go on for ever: tokens per µs where each token comes with `prompt_share` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
@@ -28,6 +29,7 @@ _ROUNDS = 6  # in which the chunk settles at what the iteration's tokens ask for
 _NEARLY = 0.985  # of the most that iterations yield: a shorter one is worth the rest
 _STEP = 1.25  # from one number of CPU decodes to the next
 _CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are on their way
+_DOUBT = 0.05  # of the rate with a CPU that is not filled yet
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
@@ -41,7 +43,8 @@ class Mix:
     prompt_share: float  # prefill tokens for each token of output
     max_tokens: int  # of an iteration
     max_rows: int  # of a linear batch
-    known_tokens: float = math.inf  # of output, that requests which run or wait may still get
+    known_tokens: float = math.inf  # of output, that requests which run, wait or come may still get
+    on_cpu: int = 0  # requests there now
 
     @staticmethod
     def of(state: SchedulerState) -> Mix:
@@ -67,9 +70,15 @@ class Mix:
         prompt_share = state.queue.prompt_share() if prompts else 0.0
         most = state.limits.max_tokens_in_batch
         rows = min(state.limits.max_batch_size, most)
-        output = each / (prompt_share + 0.5)  # of a request, which holds half of it on the average
-        known = output * (waiting + state.queue.num_running / 2)
-        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, known)
+        output = each / (prompt_share + 0.5)
+        coming = state.queue.num_came_later  # as many again
+        known = output * (waiting + coming + state.queue.num_running / 2)
+        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, known, cpu)
+
+    @property
+    def output(self) -> float:
+        """Tokens of a request, which holds half of them on the average."""
+        return self.tokens_each / (self.prompt_share + 0.5)
 
     def with_chunk(self, chunk: int) -> Load:
         """The GPU's decodes and a chunk."""
@@ -87,6 +96,7 @@ class Steady:
     chunk: int  # tokens of prefill in it
     on_cpu: int = 0  # requests on the CPU that it takes
     taken: int = 0  # CPU decodes in it
+    worth: float = 0.0  # the rate over all output that is known of, with the time to fill the CPU
 
 
 def gpu_only(cost: CostModel, mix: Mix) -> Steady:
@@ -94,40 +104,55 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
     if mix.gpu_decodes == 0:
         return Steady(0.0, 0.0, mix.max_tokens)
     chunk = _chunk(mix, mix.gpu_decodes)
-    return _steady(mix, mix.gpu_decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk)))
+    found = _steady(mix, mix.gpu_decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk)))
+    return replace(found, worth=found.rate)
 
 
-def asymmetric(cost: CostModel, mix: Mix, seen: dict[int, Steady] | None = None) -> Steady:
+def asymmetric(cost: CostModel, mix: Mix) -> Steady:
     """Both halves hold as many CPU decodes as the other's work on the GPU hides.
 
     With prompts, how many CPU decodes that are, and so how long the chunk that they ask for, hangs
     on every percent of the cost model: a longer chunk hides nearly as many more as it takes to ask
     for it. So iterations of more and more CPU decodes are compared, each with its chunk, whether or
-    not all is hidden, and of those that yield nearly the most the shortest is taken.
-
-    `seen`: iterations by their CPU decodes, kept between calls whose mixes differ in nothing but
-    the `cpu_decodes` that there are."""
-    seen = {} if seen is None else seen
-    found: list[Steady] = []
-    best = 0.0
+    not all is hidden, up to the shortest that yields nearly the most. Where the CPU would have to
+    be filled for it, one of fewer may be worth more."""
     most = min(mix.cpu_decodes, 2 * mix.max_rows - mix.gpu_decodes)
-    taken = min(most, max(1, _hidden(cost, mix)))
-    while True:
-        if taken not in seen:
-            seen[taken] = _two_batches(cost, mix, taken)
-        found.append(seen[taken])
-        best = max(best, found[-1].rate)
-        if taken == most or found[-1].rate < _NEARLY * best or not mix.prompt_share:
-            return next(each for each in found if each.rate >= _NEARLY * best)
+    taken = hidden = min(most, max(1, _hidden(cost, mix)))
+    found = [_two_batches(cost, mix, taken)]
+    best = found[0].rate
+    while mix.prompt_share and taken < most and found[-1].rate >= _NEARLY * best:
         taken = min(most, int(_STEP * taken) + 1)
+        found.append(_two_batches(cost, mix, taken))
+        best = max(best, found[-1].rate)
+    shortest = next(i for i, each in enumerate(found) if each.rate >= _NEARLY * best)
+    if found[shortest].worth == found[shortest].rate:
+        # Weighed against other strategies by the best that it stands for.
+        return replace(found[shortest], worth=max(each.worth for each in found))
+    fewer = [_two_batches(cost, mix, n) for n in _fewer(mix, hidden)]
+    return _best([*fewer, *found[: shortest + 1]])
+
+
+def _fewer(mix: Mix, than: int) -> list[int]:
+    """Numbers of CPU decodes that less of the CPU must be filled for."""
+    if mix.on_cpu >= mix.cpu_decodes or not mix.prompt_share:
+        return []
+    return [n for n in {than >> 3, than >> 2, than >> 1, mix.on_cpu} if 0 < n < than]
+
+
+def _best(found: Iterable[Steady]) -> Steady:
+    return max(found, key=lambda each: each.worth)
 
 
 def _two_batches(cost: CostModel, mix: Mix, taken: int) -> Steady:
     """With `taken` CPU decodes and the chunk that its tokens ask for."""
     tokens = mix.gpu_decodes + taken
+
+    def us_with(chunk: int) -> float:
+        return asymmetric_us(cost, *_halves(cost, mix, chunk, taken))
+
     chunk = _chunk(mix, tokens)
-    us = asymmetric_us(cost, *_halves(cost, mix, chunk, taken))
-    return _steady(mix, tokens, chunk, us, int(_CHOICE * taken), taken)
+    found = _steady(mix, tokens, chunk, us_with(chunk), int(_CHOICE * taken), taken)
+    return weighed(cost, mix, found, lambda: tokens / us_with(0))
 
 
 def _hidden(cost: CostModel, mix: Mix) -> int:
@@ -162,26 +187,53 @@ def _halves(cost: CostModel, mix: Mix, chunk: int, taken: int) -> tuple[Load, Lo
 
 
 def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
-    """All CPU decodes are parked. One advances by a layer in a pass, and by less where a visit of
-    all of them takes the CPU longer."""
-    wanted = cohorts_wanted(mix.cpu_decodes, cohorts)
-    visit = visit_us(cost, mix.cpu_decodes * mix.tokens_each, wanted, mix.cpu_decodes)
-    tokens, chunk, us, advance = float(mix.gpu_decodes), -1, 0.0, 1.0
+    """All CPU decodes that there can be, or fewer."""
+    numbers = [mix.cpu_decodes, *_fewer(mix, mix.cpu_decodes)]
+    return _best(_one_batch(cost, mix, parked, cohorts) for parked in numbers)
+
+
+def _one_batch(cost: CostModel, mix: Mix, parked: int, cohorts: int | None) -> Steady:
+    """All `parked` CPU decodes are on their way. One advances by a layer in a pass, and by less
+    where a visit of all of them takes the CPU longer."""
+    wanted = cohorts_wanted(parked, cohorts)
+    visit = visit_us(cost, parked * mix.tokens_each, wanted, parked)
+
+    def with_chunk(chunk: int) -> tuple[float, float, float]:
+        """Its µs, the share of a layer by which a CPU decode advances, its tokens."""
+        us = overlap_us(cost, mix.with_chunk(chunk), parked, wanted)
+        advance = min(1.0, us / visit) if visit > 0 else 1.0
+        return us, advance, mix.gpu_decodes + advance * overlap_tokens(cost, parked)
+
+    us, advance, tokens, chunk = 0.0, 1.0, float(mix.gpu_decodes), -1
     for _ in range(_ROUNDS):
         before, chunk = chunk, _chunk(mix, tokens)
         if chunk == before:
             break
-        us = overlap_us(cost, mix.with_chunk(chunk), mix.cpu_decodes, wanted)
-        advance = min(1.0, us / visit) if visit > 0 else 1.0
-        tokens = mix.gpu_decodes + advance * overlap_tokens(cost, mix.cpu_decodes)
-    return _steady(mix, tokens, chunk, us, int(advance * mix.cpu_decodes))
+        us, advance, tokens = with_chunk(chunk)
+    found = _steady(mix, tokens, chunk, us, int(advance * parked))
+
+    def without_prompts() -> float:
+        us, _, tokens = with_chunk(0)
+        return tokens / us
+
+    return weighed(cost, mix, found, without_prompts)
 
 
-def fill_share(cost: CostModel, mix: Mix) -> float:
-    """µs by which a prompt that goes to the CPU beforehand puts off each token that is known of."""
-    most = mix.max_tokens
+def weighed(
+    cost: CostModel, mix: Mix, found: Steady, without_prompts: Callable[[], float]
+) -> Steady:
+    """With its worth. A request that goes to the CPU beforehand costs its prompt, less what is
+    saved when it ends, where no other prompt need come with its tokens. And a gain that may be an
+    error of the prediction is not worth it."""
+    missing = found.on_cpu - mix.on_cpu
+    if missing <= 0 or not mix.prompt_share or not found.rate:
+        return replace(found, worth=found.rate)
+    most, output = mix.max_tokens, mix.output
     prompt = Load(rows=most, chunks=((most, 0),))
-    return gpu_only_us(cost, prompt) / most * mix.tokens_each / max(1.0, mix.known_tokens)
+    prompt_us = gpu_only_us(cost, prompt) / most * output * mix.prompt_share
+    us = max(0.0, prompt_us - output * (1 / found.rate - 1 / without_prompts()))
+    rate = found.rate * (1 - _DOUBT * missing / found.on_cpu)
+    return replace(found, worth=1 / (1 / rate + missing * us / mix.known_tokens))
 
 
 def _chunk(mix: Mix, tokens: float) -> int:
