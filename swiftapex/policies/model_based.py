@@ -27,6 +27,7 @@ from swiftapex.scheduler.state import SchedulerState
 
 _EVERY = 8  # iterations between two comparisons: the mix changes slowly
 _STAY = 1.05  # by how much another strategy must be better: to change takes some passes
+_DOUBT = 0.05  # of what a strategy yields for which the CPU is not filled yet
 _LEAST_CHUNK = 16  # tokens
 _WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
@@ -113,7 +114,7 @@ class ModelBased(Policy):
 
     def best(self, found: Mapping[str, steady.Steady]) -> str:
         """The strategy for the next iterations."""
-        rates = {name: each.worth for name, each in found.items()}
+        rates = {name: each.worth * (1 - _DOUBT * (1 - each.there)) for name, each in found.items()}
         rates[GPU_ONLY] *= 1 + self.margin
         if self._strategy != GPU_ONLY and self._strategy in rates:
             rates[self._strategy] *= _STAY

@@ -29,7 +29,7 @@ _ROUNDS = 6  # in which the chunk settles at what the iteration's tokens ask for
 _NEARLY = 0.985  # of the most that iterations yield: a shorter one is worth the rest
 _STEP = 1.25  # from one number of CPU decodes to the next
 _CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are on their way
-_DOUBT = 0.05  # of the rate with a CPU that is not filled yet
+_DECODING = 0.9  # of the requests on the CPU, roughly; the others are being prefilled
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
@@ -97,6 +97,7 @@ class Steady:
     on_cpu: int = 0  # requests on the CPU that it takes
     taken: int = 0  # CPU decodes in it
     worth: float = 0.0  # the rate over all output that is known of, with the time to fill the CPU
+    there: float = 1.0  # the share of `on_cpu` that is there
 
 
 def gpu_only(cost: CostModel, mix: Mix) -> Steady:
@@ -125,18 +126,31 @@ def asymmetric(cost: CostModel, mix: Mix) -> Steady:
         found.append(_two_batches(cost, mix, taken))
         best = max(best, found[-1].rate)
     shortest = next(i for i, each in enumerate(found) if each.rate >= _NEARLY * best)
-    if found[shortest].worth == found[shortest].rate:
-        # Weighed against other strategies by the best that it stands for.
-        return replace(found[shortest], worth=max(each.worth for each in found))
-    fewer = [_two_batches(cost, mix, n) for n in _fewer(mix, hidden)]
-    return _best([*fewer, *found[: shortest + 1]])
+    choice = found[shortest]
+    if choice.there < 1:
+        fewer = [_two_batches(cost, mix, number) for number in _fewer(mix, hidden)]
+        choice = _best([*fewer, *found[: shortest + 1]])
+        found += fewer
+    if not mix.on_cpu:
+        return choice
+    present = _two_batches(cost, mix, min(most, math.ceil(_DECODING * mix.on_cpu)))
+    return _or_present(mix, choice, found, present)
+
+
+def _or_present(mix: Mix, choice: Steady, found: list[Steady], present: Steady) -> Steady:
+    """`present`, with the requests that are on the CPU, where it yields nearly as much: neither
+    filling the CPU nor draining it gains anything then. Weighed against other strategies by the
+    best of all that were found."""
+    best = max(choice.worth, present.rate, _best(found).worth)
+    if present.rate >= _NEARLY * best:
+        return replace(present, worth=best, on_cpu=min(present.on_cpu, mix.on_cpu), there=1.0)
+    return replace(choice, worth=best)
 
 
 def _fewer(mix: Mix, than: int) -> list[int]:
     """Numbers of CPU decodes that less of the CPU must be filled for."""
-    if mix.on_cpu >= mix.cpu_decodes or not mix.prompt_share:
-        return []
-    return [n for n in {than >> 3, than >> 2, than >> 1, mix.on_cpu} if 0 < n < than]
+    some = (than >> 3, than >> 2, than >> 1) if mix.prompt_share else ()
+    return [number for number in some if mix.on_cpu < number < than]
 
 
 def _best(found: Iterable[Steady]) -> Steady:
@@ -188,8 +202,16 @@ def _halves(cost: CostModel, mix: Mix, chunk: int, taken: int) -> tuple[Load, Lo
 
 def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
     """All CPU decodes that there can be, or fewer."""
+
+    def with_parked(number: int) -> Steady:
+        return _one_batch(cost, mix, number, cohorts)
+
     numbers = [mix.cpu_decodes, *_fewer(mix, mix.cpu_decodes)]
-    return _best(_one_batch(cost, mix, parked, cohorts) for parked in numbers)
+    found = [with_parked(number) for number in numbers]
+    choice = _best(found)
+    if not mix.on_cpu:
+        return choice
+    return _or_present(mix, choice, found, with_parked(min(mix.on_cpu, mix.cpu_decodes)))
 
 
 def _one_batch(cost: CostModel, mix: Mix, parked: int, cohorts: int | None) -> Steady:
@@ -223,8 +245,7 @@ def weighed(
     cost: CostModel, mix: Mix, found: Steady, without_prompts: Callable[[], float]
 ) -> Steady:
     """With its worth. A request that goes to the CPU beforehand costs its prompt, less what is
-    saved when it ends, where no other prompt need come with its tokens. And a gain that may be an
-    error of the prediction is not worth it."""
+    saved when it ends, where no other prompt need come with its tokens."""
     missing = found.on_cpu - mix.on_cpu
     if missing <= 0 or not mix.prompt_share or not found.rate:
         return replace(found, worth=found.rate)
@@ -232,8 +253,8 @@ def weighed(
     prompt = Load(rows=most, chunks=((most, 0),))
     prompt_us = gpu_only_us(cost, prompt) / most * output * mix.prompt_share
     us = max(0.0, prompt_us - output * (1 / found.rate - 1 / without_prompts()))
-    rate = found.rate * (1 - _DOUBT * missing / found.on_cpu)
-    return replace(found, worth=1 / (1 / rate + missing * us / mix.known_tokens))
+    worth = 1 / (1 / found.rate + missing * us / mix.known_tokens)
+    return replace(found, worth=worth, there=mix.on_cpu / found.on_cpu)
 
 
 def _chunk(mix: Mix, tokens: float) -> int:
