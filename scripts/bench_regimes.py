@@ -89,7 +89,7 @@ REGIMES = {
         in_flight={
             "neo": ("28", "29", "30|110"),
             "apex": ("150", "205", "480"),
-            MODEL_BASED: ("25", "245:0.8", "92"),
+            MODEL_BASED: ("25", "250:0.8", "96"),
         },
     ),
     "uncapped": Regime(

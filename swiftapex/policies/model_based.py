@@ -28,6 +28,7 @@ from swiftapex.scheduler.state import SchedulerState
 _EVERY = 8  # iterations between two comparisons: the mix changes slowly
 _STAY = 1.05  # by how much another strategy must be better: to change takes some passes
 _DOUBT = 0.05  # of what a strategy yields for which the CPU is not filled yet
+_DRAINING = 0.95  # of the prompts asked for, where the CPU holds more than the strategy takes
 _LEAST_CHUNK = 16  # tokens
 _WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
@@ -114,22 +115,28 @@ class ModelBased(Policy):
 
     def best(self, found: Mapping[str, steady.Steady]) -> str:
         """The strategy for the next iterations."""
-        rates = {name: each.worth * (1 - _DOUBT * (1 - each.there)) for name, each in found.items()}
-        rates[GPU_ONLY] *= 1 + self.margin
-        if self._strategy != GPU_ONLY and self._strategy in rates:
-            rates[self._strategy] *= _STAY
-        return max(rates, key=rates.__getitem__)
+
+        def likely(name: str) -> float:
+            each = found[name]
+            stay = _STAY if name == self._strategy else 1.0
+            return each.worth * (1 - _DOUBT * (1 - each.there)) * stay
+
+        with_cpu = max((name for name in found if name != GPU_ONLY), key=likely, default=GPU_ONLY)
+        stay = 1.0 if self._strategy == GPU_ONLY else _STAY
+        alone = found[GPU_ONLY].worth * (1 + self.margin)
+        return with_cpu if found[with_cpu].worth * stay > alone else GPU_ONLY
 
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
         """Tokens of prefill in an iteration: as many as its tokens ask for, and up to twice as many
-        while the CPU holds fewer requests than the strategy takes, fewer while it holds more. All
+        while the CPU holds fewer requests than the strategy takes, a little fewer while it holds
+        more, as there is no hurry to drain it. All
         there are where it takes every CPU decode and no request waits: prompts spread over many
         iterations would then hide nothing, and their requests are missing meanwhile."""
         found, on_cpu = self._yields[strategy], state.running_on(Placement.CPU)
         if found.taken >= on_cpu > 0 and not state.queue.num_waiting:
             return state.limits.max_tokens_in_batch
         share = on_cpu / max(1, found.on_cpu)
-        return max(_LEAST_CHUNK, int(found.chunk * max(0.5, 2 - share)))
+        return max(_LEAST_CHUNK, int(found.chunk * max(_DRAINING, 2 - share)))
 
     def _sides(self) -> Inequality | None:
         rates = {name: 1e3 * found.rate for name, found in self._yields.items()}

@@ -29,7 +29,6 @@ _ROUNDS = 6  # in which the chunk settles at what the iteration's tokens ask for
 _NEARLY = 0.985  # of the most that iterations yield: a shorter one is worth the rest
 _STEP = 1.25  # from one number of CPU decodes to the next
 _CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are on their way
-_DECODING = 0.9  # of the requests on the CPU, roughly; the others are being prefilled
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
@@ -126,31 +125,19 @@ def asymmetric(cost: CostModel, mix: Mix) -> Steady:
         found.append(_two_batches(cost, mix, taken))
         best = max(best, found[-1].rate)
     shortest = next(i for i, each in enumerate(found) if each.rate >= _NEARLY * best)
-    choice = found[shortest]
+    choice, top = found[shortest], _best(found).worth
     if choice.there < 1:
         fewer = [_two_batches(cost, mix, number) for number in _fewer(mix, hidden)]
         choice = _best([*fewer, *found[: shortest + 1]])
-        found += fewer
-    if not mix.on_cpu:
-        return choice
-    present = _two_batches(cost, mix, min(most, math.ceil(_DECODING * mix.on_cpu)))
-    return _or_present(mix, choice, found, present)
-
-
-def _or_present(mix: Mix, choice: Steady, found: list[Steady], present: Steady) -> Steady:
-    """`present`, with the requests that are on the CPU, where it yields nearly as much: neither
-    filling the CPU nor draining it gains anything then. Weighed against other strategies by the
-    best of all that were found."""
-    best = max(choice.worth, present.rate, _best(found).worth)
-    if present.rate >= _NEARLY * best:
-        return replace(present, worth=best, on_cpu=min(present.on_cpu, mix.on_cpu), there=1.0)
-    return replace(choice, worth=best)
+        top = max(top, choice.worth)
+    return replace(choice, worth=top)  # weighed against other strategies by the best there is
 
 
 def _fewer(mix: Mix, than: int) -> list[int]:
     """Numbers of CPU decodes that less of the CPU must be filled for."""
-    some = (than >> 3, than >> 2, than >> 1) if mix.prompt_share else ()
-    return [number for number in some if mix.on_cpu < number < than]
+    if mix.on_cpu >= than or not mix.prompt_share:
+        return []
+    return [number for number in {than >> 3, than >> 2, than >> 1, mix.on_cpu} if number]
 
 
 def _best(found: Iterable[Steady]) -> Steady:
@@ -201,17 +188,17 @@ def _halves(cost: CostModel, mix: Mix, chunk: int, taken: int) -> tuple[Load, Lo
 
 
 def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
-    """All CPU decodes that there can be, or fewer."""
+    """All CPU decodes that there can be, or fewer, or those there are if they yield nearly as much:
+    then neither filling the CPU nor draining it gains anything."""
 
     def with_parked(number: int) -> Steady:
         return _one_batch(cost, mix, number, cohorts)
 
     numbers = [mix.cpu_decodes, *_fewer(mix, mix.cpu_decodes)]
     found = [with_parked(number) for number in numbers]
-    choice = _best(found)
-    if not mix.on_cpu:
-        return choice
-    return _or_present(mix, choice, found, with_parked(min(mix.on_cpu, mix.cpu_decodes)))
+    best = _best(found)
+    present = with_parked(min(mix.on_cpu, mix.cpu_decodes)) if mix.on_cpu else best
+    return replace(present if present.worth >= _NEARLY * best.worth else best, worth=best.worth)
 
 
 def _one_batch(cost: CostModel, mix: Mix, parked: int, cohorts: int | None) -> Steady:
