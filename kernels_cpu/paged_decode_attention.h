@@ -47,10 +47,11 @@ class DecodePlan {
     int64_t num_slots_ = 0;  // kv heads of all unfinished pieces
     std::vector<float> partial_;
     int64_t partial_stride_ = 0;
-    int thread_cuts_ = 1;    // into which a thread's part of the line is cut
-    int num_cuts_ = 0;       // so far
-    double cut_weight_ = 0;  // from cut to cut: kv heads times tokens
-    double position_ = 0;    // on the line, while it is cut
+    double part_tokens_ = 0;         // of the line, for each thread
+    std::vector<double> part_cuts_;  // of each part; the last one is its end
+    double near_ = 0;                // tokens: a cut nearer to a row's end or begin moves there
+    int num_cuts_ = 0;               // so far
+    double position_ = 0;            // on the line, while it is cut
 };
 
 // Throws std::invalid_argument where they do not fit each other, or the kernels.

@@ -180,37 +180,63 @@ struct DecodePieceRunner {
         });
     }
 
+    // The thread's own pieces, then what others have not begun. Who computes a piece does not show
+    // in its result.
     void run(int thread) const {
         Scores<T>::begin(tiles.heads(0));
-        const DecodePiece* before = run_pieces_of(thread, nullptr);
-        for (int i = 1; i < plan.num_threads && plan.threads_share; ++i) {
-            before = run_pieces_of((thread + i) % plan.num_threads, before);
+        const DecodePiece* before = nullptr;  // the last one that this thread has computed
+        for (int owner = thread; owner >= 0;) {
+            const int i = take_piece(owner), end = plan.piece_begin[owner + 1];
+            const bool is_own = owner == thread;
+            if (i < end) before = run_piece(i, is_own && i + 1 < end, before);
+            if (i == end || !is_own) owner = furthest_behind(thread);
         }
         Scores<T>::end();
     }
 
-    // Those that nobody has taken yet. Who computes a piece does not show in its result. Takes and
-    // returns the last piece that this thread has computed, or null.
-    const DecodePiece* run_pieces_of(int thread, const DecodePiece* before) const {
-        const int end = plan.piece_begin[thread + 1];
-        for (int i = take_piece(thread); i < end; i = take_piece(thread)) {
-            const DecodePiece& piece = plan.pieces[i];
-            const bool more = i + 1 < end && plan.pieces[i + 1].token_end > 0;
-            begin(piece, before);
-            attend(piece, more ? first_planes(plan.pieces[i + 1]) : Planes{nullptr, 0});
-            finish(piece);
-            if (piece.merge >= 0) join(piece);
-            before = &piece;
+    // The thread other than this one with the most pieces that nobody has taken, of several the
+    // nearest; -1: all are taken. Its next piece is about the longest of all: one that is begun
+    // late is what all would wait for.
+    int furthest_behind(int thread) const {
+        int most = 0, owner = -1;
+        for (int i = 1; i < plan.num_threads && plan.threads_share; ++i) {
+            const int other = (thread + i) % plan.num_threads;
+            const int left = num_pieces(other) - num_taken(other);
+            if (left <= most) continue;
+            most = left;
+            owner = other;
         }
-        return before;
+        return owner;
     }
 
-    // The next piece of a thread that is not taken; piece_begin[thread + 1] if all are. A call
-    // ends with all taken, so that the counter needs no reset (and may wrap around).
+    // fetch_next: this thread most likely computes the piece that follows, too. Returns the piece.
+    const DecodePiece* run_piece(int i, bool fetch_next, const DecodePiece* before) const {
+        const DecodePiece& piece = plan.pieces[i];
+        fetch_next = fetch_next && plan.pieces[i + 1].token_end > 0;
+        begin(piece, before);
+        attend(piece, fetch_next ? first_planes(plan.pieces[i + 1]) : Planes{nullptr, 0});
+        finish(piece);
+        if (piece.merge >= 0) join(piece);
+        return &piece;
+    }
+
+    int num_pieces(int thread) const {
+        return plan.piece_begin[thread + 1] - plan.piece_begin[thread];
+    }
+    // Of a thread's pieces in the calls before this one. A call ends with all taken, so that the
+    // counter needs no reset (and may wrap around).
+    uint32_t taken_before(int thread) const { return plan.calls * uint32_t(num_pieces(thread)); }
+    uint32_t* taken_word(int thread) const { return plan.taken + thread * kCounterStep; }
+
+    // Of a thread's pieces in this call.
+    int num_taken(int thread) const {
+        return int(__atomic_load_n(taken_word(thread), __ATOMIC_RELAXED) - taken_before(thread));
+    }
+
+    // The next piece of a thread that is not taken; piece_begin[thread + 1] if all are.
     int take_piece(int thread) const {
-        const uint32_t count = uint32_t(plan.piece_begin[thread + 1] - plan.piece_begin[thread]);
-        const uint32_t before = plan.calls * count;
-        uint32_t* word = plan.taken + thread * kCounterStep;
+        const uint32_t count = uint32_t(num_pieces(thread)), before = taken_before(thread);
+        uint32_t* word = taken_word(thread);
         uint32_t taken = __atomic_load_n(word, __ATOMIC_RELAXED);
         while (taken - before < count &&
                !__atomic_compare_exchange_n(word, &taken, taken + 1, true, __ATOMIC_RELAXED,

@@ -7,7 +7,9 @@
 namespace swiftapex {
 namespace {
 
-constexpr int kMinPieceTokens = 64;  // rows are not cut into shorter pieces to occupy threads
+// Rows are not cut into shorter pieces to occupy threads, and the last pieces of a thread have
+// about so many tokens.
+constexpr int kMinPieceTokens = 64;
 
 // Rows are divided by kv heads, which needs no merge: so that there is one for every thread, and
 // further, in ranges of two heads where their number allows, until a thread has about so many
@@ -52,18 +54,30 @@ int num_head_ranges(const int32_t* context_lens, int rows, int kv_heads, int num
     return int(ranges);
 }
 
-// Cuts of a thread's part of `tokens`, where there would be so few pieces.
-int num_thread_cuts(int64_t pieces, int num_threads, double tokens) {
+// Equal cuts of a thread's part of `tokens`, where there would be so few pieces.
+int num_equal_cuts(int64_t pieces, int num_threads, double tokens) {
     if (num_threads == 1 || pieces >= int64_t(num_threads) * kSharedPieces) return 1;
     const int wanted = std::clamp(int(tokens) / kSharedPieceTokens, kSharedPieces, kThreadPieces);
     return std::clamp(int(tokens) / kMinPieceTokens, 1, wanted);
 }
 
+// Where a thread's part of `tokens` is cut, counted from its beginning; the last cut is its end.
+// The last of the equal lengths is halved, its second half again, and so on: threads that are done
+// take over what others have not begun, and the less that is, the closer together all end.
+std::vector<double> cuts_of_part(int num_equal, int num_threads, double tokens) {
+    std::vector<double> cuts;
+    for (int i = 1; i < num_equal; ++i) cuts.push_back(tokens * i / num_equal);
+    double rest = tokens / num_equal / 2;
+    for (; num_threads > 1 && rest >= kMinPieceTokens; rest /= 2) cuts.push_back(tokens - rest);
+    cuts.push_back(tokens);
+    return cuts;
+}
+
 }  // namespace
 
 // All work lies on one line: kv head ranges, in each the rows, in each its tokens. It is cut into
-// equal lengths, one or a few per thread; a cut falls on a block's edge, or on a row's if that is
-// near.
+// equal parts, one per thread, and these into pieces; a cut falls on a block's edge, or on a row's
+// if that is near.
 DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int block_size,
                        int num_threads)
     : rows_(rows), kv_heads_(kv_heads), block_size_(block_size), num_threads_(num_threads) {
@@ -81,10 +95,11 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
     const int64_t possible = ranges * num_possible_pieces(context_lens, rows, kMinPieceTokens);
     const int64_t parts = std::min<int64_t>(num_threads, possible);
     const int heads = kv_heads / ranges;
-    const double part_weight = double(tokens) * kv_heads / double(parts);
-    thread_cuts_ =
-        num_thread_cuts(int64_t(ranges) * rows + parts - 1, num_threads, part_weight / heads);
-    cut_weight_ = part_weight / thread_cuts_;
+    part_tokens_ = double(tokens) * ranges / double(parts);
+    const int num_equal =
+        num_equal_cuts(int64_t(ranges) * rows + parts - 1, num_threads, part_tokens_);
+    part_cuts_ = cuts_of_part(num_equal, num_threads, part_tokens_);
+    near_ = std::max(block_size / 2.0, std::min(128.0, part_tokens_ / num_equal / 32));
 
     piece_begin_.push_back(0);
     for (int begin = 0; begin < kv_heads; begin += heads) {
@@ -97,25 +112,26 @@ DecodePlan::DecodePlan(const int32_t* context_lens, int rows, int kv_heads, int 
 }
 
 void DecodePlan::add_row(int row, int context, int head_begin, int head_end) {
-    const int heads = head_end - head_begin;
-    const double row_end = position_ + double(context + kRowCost) * heads;
-    const double near = std::max(block_size_ / 2.0, std::min(128.0, cut_weight_ / heads / 32));
+    const double row_end = position_ + context + kRowCost;
+    const int cuts = int(part_cuts_.size());
     int begin = 0;
     const auto add_piece = [&](int end) {
         pieces_.push_back({row, head_begin, head_end, begin, end, end == context, -1, -1});
         begin = end;
     };
     // The cut after the last part is the end of the line, which rounding must not bring forward.
-    while (num_cuts_ + 1 < num_threads_ * thread_cuts_ && cut_weight_ * (num_cuts_ + 1) < row_end) {
-        const double cut = cut_weight_ * ++num_cuts_ - position_;
-        const double token = cut / heads - kRowCost;
-        if (context - token < near) {
+    while (num_cuts_ + 1 < num_threads_ * cuts) {
+        const double part = part_tokens_ * (num_cuts_ / cuts);
+        const double cut = part + part_cuts_[size_t(num_cuts_ % cuts)];
+        if (cut >= row_end) break;
+        const double token = cut - position_ - kRowCost;
+        if (context - token < near_) {
             if (begin < context) add_piece(context);
-        } else if (token > near) {
+        } else if (token > near_) {
             const int edge = int(std::lround(token / block_size_)) * block_size_;
             if (edge > begin) add_piece(std::min(edge, context));
         }
-        if (num_cuts_ % thread_cuts_ == 0) piece_begin_.push_back(int32_t(pieces_.size()));
+        if (++num_cuts_ % cuts == 0) piece_begin_.push_back(int32_t(pieces_.size()));
     }
     if (begin < context || context == 0) add_piece(context);
     position_ = row_end;

@@ -67,6 +67,7 @@ void test_copy_blocks();
 void test_layer_math();
 void test_argmax();
 void test_convert();
+void test_decode_plan();
 void test_decode_attention();
 void test_read_stream();
 

@@ -37,6 +37,7 @@ int main(int argc, char** argv) {
                           {"layer_math", test_layer_math},
                           {"argmax", test_argmax},
                           {"convert", test_convert},
+                          {"decode_plan", test_decode_plan},
                           {"decode_attention", test_decode_attention},
                           {"read_stream", test_read_stream}};
     int ran = 0, failed = 0;
