@@ -13,8 +13,9 @@ Prints a line of JSON per regime, output, strategy and repeat, as `bench_hybrid.
 last the summary: for each regime and output the ratios, and which of them miss their bounds. A
 window that takes in prompts for P requests and gives out tokens of D tells that the steady state's
 rate lies between the two (prompts computed again after a preemption are in P): `least` and `most`
-are what that leaves of a ratio. `--lines` keeps the lines in a file; what is in it already is not
-measured again. Ctrl-C and SIGTERM leave the rest out, and still print the summary.
+are what that leaves of a ratio, and of a valid window the middle is its rate. `--lines` keeps the
+lines in a file; what is in it already is not measured again. Ctrl-C and SIGTERM leave the rest out,
+and still print the summary.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ REGIMES = {
         in_flight={
             "neo": ("28", "29", "30|110"),
             "apex": ("150", "205", "480"),
-            MODEL_BASED: ("25", "250:0.8", "96"),
+            MODEL_BASED: ("25", "250:0.8", "92"),
         },
     ),
     "uncapped": Regime(
@@ -226,17 +227,19 @@ def _mean(lines: Sequence[dict[str, Any]], strategy: str) -> Rate | None:
         )
         balanced = (loss * first + gain * second) / (gain + loss)
         return Rate(balanced, balanced, balanced)
-    shares = [
-        x["prefilled_requests"] / x["decoded_requests"] if x["decoded_requests"] else 1.0
-        for x in mine
-    ]
-    rates = [float(x["output_tokens_per_s"]) for x in mine]
-    pairs = list(zip(rates, shares, strict=True))
-    return Rate(
-        statistics.mean(rates),
-        statistics.mean(rate * min(1.0, share) for rate, share in pairs),
-        statistics.mean(rate * max(1.0, share) for rate, share in pairs),
-    )
+    measured, low, high = zip(*(_bounds(line) for line in mine), strict=True)
+    return Rate(statistics.mean(measured), statistics.mean(low), statistics.mean(high))
+
+
+def _bounds(line: dict[str, Any]) -> tuple[float, float, float]:
+    """Of the steady state's rate: the estimate, and between what it lies. Of a valid window that is
+    the middle of the rates by its tokens and by its prompts: both tell the same, each with the
+    noise of where the window begins and ends."""
+    rate = float(line["output_tokens_per_s"])
+    decoded = line["decoded_requests"]
+    by_prompts = rate * line["prefilled_requests"] / decoded if decoded else rate
+    estimate = (rate + by_prompts) / 2 if line["valid"] else rate
+    return estimate, min(rate, by_prompts), max(rate, by_prompts)
 
 
 def _filled(line: dict[str, Any]) -> float:

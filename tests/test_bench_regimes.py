@@ -85,6 +85,14 @@ def test_windows_that_fill_the_cpu_and_drain_it_make_up_for_each_other(bench: An
     assert row["over_neo_and_apex"] == {"ratio": 1.1, "least": 1.1, "most": 1.1}
 
 
+def test_a_valid_windows_rate_is_the_middle_of_what_its_prompts_and_its_tokens_tell(
+    bench: Any,
+) -> None:
+    lines = [line("gpu_only", 100.0), line("model_based", 100.0, taken=9.6) | {"valid": True}]
+    (row,) = bench.summary(lines)["ratios"]
+    assert row["over_gpu_only"] == {"ratio": 0.98, "least": 0.96, "most": 1.0}
+
+
 def test_a_policy_that_never_settles_has_a_window_of_each_start(bench: Any) -> None:
     args = argparse.Namespace(
         regimes=["a10g-26400"], outputs=[500], repeats=1, repeats_of_others=1, strategies=["neo"]

@@ -62,11 +62,11 @@ def test_a_wrong_profile_heals(traffic: Traffic, pipeline: str, linear: float, c
     alone = Simulation(traffic, true, true, policy="gpu_only", noise=0.03)
     for each in (healing, right, alone):
         each.run(300)
-    rate = healing.run(100)
+    rate = healing.run(300)  # a hundred differ by 2 %, as prompts come in bursts
     assert cost.factors[CPU_ATTENTION] == pytest.approx(cpu, rel=0.05)
     assert cost.factors[LINEAR] == pytest.approx(linear, rel=0.05)
-    assert healing.pipelines.count(pipeline) > 90
-    assert rate > 0.98 * right.run(100) and rate > 0.98 * alone.run(100)
+    assert healing.pipelines.count(pipeline) > 270
+    assert rate > 0.98 * right.run(300) and rate > 0.98 * alone.run(300)
 
 
 @pytest.mark.parametrize("traffic", [HIDDEN, PROMPTS, MANY, FEW])

@@ -495,11 +495,13 @@ def test_the_cpu_is_not_filled_for_a_gain_that_comes_too_late(
     assert ModelBased().best({GPU_ONLY: alone, ASYMMETRIC: gained}) == expected
 
 
-def weighed(rate: float, without_prompts: float, known_tokens: float, on_cpu: int) -> steady.Steady:
+def weighed(
+    rate: float, without_prompts: float, known: float, on_cpu: int, coming: float = 0.0
+) -> steady.Steady:
     """An iteration with 100 requests on the CPU, where a token of prompt takes 1 µs and a request
     has 9.09 of them and 1.82 of output."""
     cost = ConstantCostModel(num_layers=1, linear_fixed=0, linear_row=1, prefill_token=0)
-    mix = steady.Mix(5, 200, 10, 5, 1000, 64, known_tokens=known_tokens, on_cpu=on_cpu)
+    mix = steady.Mix(5, 200, 10, 5, 1000, 64, known, coming, on_cpu)
     found = steady.Steady(rate, 100.0, 10, on_cpu=100)
     return steady.weighed(cost, mix, found, lambda: without_prompts)
 
@@ -509,6 +511,9 @@ def test_filling_the_cpu_costs_only_what_its_prompts_would_not_cost_later() -> N
     they take 10 both times, as what the CPU does lasts longer, it is a loss."""
     assert weighed(0.1, 0.2, 1e3, 0).worth == pytest.approx(0.1, rel=0.001)
     assert 1 / weighed(0.1, 0.1, 1e3, 0).worth == pytest.approx(1 / 0.1 + 0.909, rel=0.001)
+    # Nine times as many are still to come: a tenth of it each, and no end at which it is spared.
+    assert 1 / weighed(0.1, 0.1, 1e3, 0, 9e3).worth == pytest.approx(1 / 0.1 + 0.0909, rel=0.001)
+    assert 1 / weighed(0.1, 0.13, 1e3, 0, 9e3).worth == pytest.approx(1 / 0.1 + 0.0909, rel=0.001)
 
 
 def test_parked_decodes_are_gone_on_with_where_more_would_gain_little() -> None:
@@ -553,7 +558,8 @@ def test_requests_that_came_while_others_ran_are_expected_to_go_on_coming() -> N
     later = steady.Mix.of(harness.state)
     waiting = harness.queue.num_waiting
     assert at_once.known_tokens == pytest.approx(6 * at_once.output)
-    assert later.known_tokens == pytest.approx((waiting + 4 + running / 2) * later.output)
+    assert later.known_tokens == pytest.approx((waiting + running / 2) * later.output)
+    assert later.coming_tokens == pytest.approx(4 * later.output)
     harness.drain()
     assert harness.queue.num_came_later == 0  # what comes next is a new time
 

@@ -27,7 +27,7 @@ from swiftapex.scheduler.state import SchedulerState
 
 _EVERY = 8  # iterations between two comparisons: the mix changes slowly
 _STAY = 1.05  # by how much another strategy must be better: to change takes some passes
-_DOUBT = 0.05  # of what a strategy yields for which the CPU is not filled yet
+_DOUBT = 0.08  # of what a strategy yields for which the CPU is not filled yet
 _DRAINING = 0.95  # of the prompts asked for, where the CPU holds more than the strategy takes
 _LEAST_CHUNK = 16  # tokens
 _WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"

@@ -42,7 +42,8 @@ class Mix:
     prompt_share: float  # prefill tokens for each token of output
     max_tokens: int  # of an iteration
     max_rows: int  # of a linear batch
-    known_tokens: float = math.inf  # of output, that requests which run, wait or come may still get
+    known_tokens: float = math.inf  # of output, that requests which run or wait may still get
+    coming_tokens: float = 0.0  # that others will get if as many come as came while others ran
     on_cpu: int = 0  # requests there now
 
     @staticmethod
@@ -70,9 +71,9 @@ class Mix:
         most = state.limits.max_tokens_in_batch
         rows = min(state.limits.max_batch_size, most)
         output = each / (prompt_share + 0.5)
-        coming = state.queue.num_came_later  # as many again
-        known = output * (waiting + coming + state.queue.num_running / 2)
-        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, known, cpu)
+        known = output * (waiting + state.queue.num_running / 2)
+        coming = output * state.queue.num_came_later
+        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, known, coming, cpu)
 
     @property
     def output(self) -> float:
@@ -231,16 +232,19 @@ def _one_batch(cost: CostModel, mix: Mix, parked: int, cohorts: int | None) -> S
 def weighed(
     cost: CostModel, mix: Mix, found: Steady, without_prompts: Callable[[], float]
 ) -> Steady:
-    """With its worth. A request that goes to the CPU beforehand costs its prompt, less what is
-    saved when it ends, where no other prompt need come with its tokens."""
+    """With its worth. A request that goes to the CPU beforehand costs its prompt. Where that is
+    the end of it, what is spared when such a request ends counts for it, as its tokens come without
+    another prompt; where requests go on coming there is more output to spread the cost over."""
     missing = found.on_cpu - mix.on_cpu
     if missing <= 0 or not mix.prompt_share or not found.rate:
         return replace(found, worth=found.rate)
     most, output = mix.max_tokens, mix.output
     prompt = Load(rows=most, chunks=((most, 0),))
     prompt_us = gpu_only_us(cost, prompt) / most * output * mix.prompt_share
-    us = max(0.0, prompt_us - output * (1 / found.rate - 1 / without_prompts()))
-    worth = 1 / (1 / found.rate + missing * us / mix.known_tokens)
+    spared_us = output * (1 / found.rate - 1 / without_prompts())
+    known, coming = mix.known_tokens, mix.coming_tokens
+    of_a_token = min(max(0.0, prompt_us - spared_us) / known, prompt_us / (known + coming))
+    worth = 1 / (1 / found.rate + missing * of_a_token)
     return replace(found, worth=worth, there=mix.on_cpu / found.on_cpu)
 
 
