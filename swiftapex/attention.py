@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftapex.core.ops import AttentionBatch, AttentionShape, Backend
+from swiftapex.core.plan import CpuWork
 from swiftapex.core.request import Placement
 from swiftapex.kv.staging import StagedPrefill
 from swiftapex.kv.store import KVStore
@@ -32,6 +33,19 @@ class CpuAttention(Protocol):
     def submit(
         self, layer: int, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
     ) -> Ticket: ...
+
+    def check(self) -> None:
+        """Raises what went wrong in calls whose result a device, not the host, has taken; of others
+        `Ticket.wait` does. Does not wait."""
+
+    @property
+    def work(self) -> CpuWork | None:
+        """What calls have attended so far; None where nobody counts it."""
+
+    @property
+    def link_bytes(self) -> int | None:
+        """Bytes that crossed, or are about to, to a device's memory and from it; None where there
+        is no device beside the host."""
 
     def close(self) -> None: ...
 
@@ -104,10 +118,8 @@ class Attention:
         end = batch.num_tokens
         on_cpu: Ticket | None = None
         if batch.cpu is not None:
-            assert self._cpu is not None, "this engine has no CPU side"
             end -= batch.cpu.num_tokens
-            host_kv = self._store.layer(Placement.CPU, layer)
-            on_cpu = self._cpu.submit(layer, host_kv, batch.cpu, self._shape, qkv[end:])
+            on_cpu = self._hand_over(layer, batch.cpu, qkv[end:])
         outputs = []
         begin = 0
         if batch.gpu is not None and kv is not None:
@@ -116,6 +128,11 @@ class Attention:
         if batch.staged is not None:
             outputs.append(batch.staged.attend(layer, self._gpu, self._shape, qkv[begin:end]))
         return on_cpu if on_cpu is not None and not outputs else _Parts(outputs, on_cpu)
+
+    def _hand_over(self, layer: int, decodes: AttentionBatch, qkv: Tensor) -> Ticket:
+        assert self._cpu is not None, "this engine has no CPU side"
+        host_kv = self._store.layer(Placement.CPU, layer)
+        return self._cpu.submit(layer, host_kv, decodes, self._shape, qkv)
 
 
 class _Parts:

@@ -327,7 +327,7 @@ def maker(modules: dict[str, Any], **more: Any) -> Callable[[Any, bool], Backend
             memory=modules["cuda_memory"].CudaMemory(gpu.device, engine.gpu.memory),
             active=gpu.active,
             finish=gpu.stream.synchronize,
-            **{"repeated": repeated} | ({} if lane is None else {"check": lane.check}) | more,
+            **{"repeated": repeated} | more,
         )
 
     return make

@@ -43,6 +43,9 @@ class LateTicket:
 class LateLane:
     """CPU attention that is ready after a random number of questions, out of order."""
 
+    work = None
+    link_bytes = None
+
     def __init__(self, seed: int, backend: Backend, longest: int = 6) -> None:
         self._random = random.Random(seed)
         self._longest = longest
@@ -56,6 +59,9 @@ class LateLane:
         delay = self._random.choice((0, 0, 1, self._random.randint(1, self._longest)))
         return LateTicket(delay, lambda: self._backend.attend(kv, batch, shape, qkv))
 
+    def check(self) -> None:
+        """Nothing: tickets raise it."""
+
     def close(self) -> None:
         pass
 
@@ -63,6 +69,8 @@ class LateLane:
 class LateCopies:
     """Copies in order, each as late as its order allows: when it, or a later one, is waited for.
     Some are done at once, with all before them."""
+
+    link_bytes = None
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

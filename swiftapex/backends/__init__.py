@@ -28,8 +28,7 @@ class Backends:
     makes what records passes, from the blocks of the longest request, the shape of attention and
     whether spans are being traced; `segments` what records the layer math between two attention
     calls, from the stages and the same question; None: nothing does. `active`: around all work.
-    `finish`: waits for what was launched. `check`: raises what went wrong in CPU attention whose
-    result the device, not the host, has taken; does not wait."""
+    `finish`: waits for what was launched."""
 
     gpu: Backend
     cpu_attention: CpuAttention | None
@@ -41,7 +40,6 @@ class Backends:
     segments: Callable[[Stages, Callable[[], bool]], RecordedSegments] | None = None
     active: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     finish: Callable[[], None] = lambda: None
-    check: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """Stops all threads."""
@@ -127,5 +125,4 @@ def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
         segments=CudaSegments,
         active=gpu.active,
         finish=gpu.stream.synchronize,
-        **({} if lane is None else {"check": lane.check}),
     )

@@ -74,6 +74,8 @@ class CpuLane:
     do not depend on each other. `kernel`: "tuned", or "plain" for comparisons.
     """
 
+    link_bytes = None
+
     def __init__(
         self,
         threads: ThreadPlan,
@@ -140,6 +142,9 @@ class CpuLane:
                 self._plans.popitem(last=False)
         return planned
 
+    def check(self) -> None:
+        """Nothing: the host takes all results, by tickets that raise it."""
+
     @property
     def busy_s(self) -> float:
         """Seconds that calls took so far, those in progress not included."""
@@ -159,6 +164,8 @@ class CpuLane:
 class CopyLane:
     """Copies KV blocks from one layer's KV to another's, one request at a time and strictly in the
     order of submission: a later one may write what an earlier one has read."""
+
+    link_bytes = None
 
     def __init__(self) -> None:
         self._lane = kernels.CopyLane()

@@ -116,13 +116,8 @@ class CudaCpuLane:
         self._note_launched(recorded, tasks)
 
     @property
-    def busy_s(self) -> float:
-        """Seconds that calls took so far, those in progress not included."""
-        return self._lane.busy_s
-
-    @property
     def work(self) -> CpuWork:
-        """What calls have attended so far, by the time that `busy_s` counts."""
+        """What calls have attended so far, those in progress not included."""
         return self._lane.work
 
     def close(self) -> None:

@@ -131,6 +131,9 @@ class _Done:
 class ReferenceLane:
     """CPU attention at the moment of submission, in the launching thread."""
 
+    work = None
+    link_bytes = None
+
     def __init__(self, backend: ReferenceBackend) -> None:
         self._backend = backend
 
@@ -139,12 +142,17 @@ class ReferenceLane:
     ) -> _Done:
         return _Done(self._backend.attend(kv, batch, shape, qkv))
 
+    def check(self) -> None:
+        """Nothing: `submit` raises it."""
+
     def close(self) -> None:
         pass
 
 
 class ReferenceCopies:
     """Copies at the moment of submission, in the launching thread."""
+
+    link_bytes = None
 
     def submit(
         self,

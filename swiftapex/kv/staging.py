@@ -40,6 +40,11 @@ class Copies(Protocol):
         target_blocks: Sequence[int],
     ) -> CopyTicket: ...
 
+    @property
+    def link_bytes(self) -> int | None:
+        """Bytes that crossed, or are about to, to a device's memory and from it; None where there
+        is no device beside the host."""
+
     def close(self) -> None: ...
 
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from swiftapex.attention import Attention, BoundBatch, CpuAttention, Ticket
+from swiftapex.attention import Attention, BoundBatch, Ticket
 from swiftapex.backends.clock import Clock
-from swiftapex.core.ops import AttentionBatch, AttentionShape
+from swiftapex.core.ops import AttentionBatch
 from swiftapex.core.trace import COPIES, CPU_ATTENTION, GPU, TraceRecorder
 from swiftapex.kv.staging import Copies, CopyTicket
 from swiftapex.model.stages import Stages
@@ -131,8 +131,6 @@ class TracedAttention(Attention):
         self.__dict__.update(attention.__dict__)
         self._tracer = tracer
         self._sub_batch = sub_batch
-        if self._cpu is not None:
-            self._cpu = _TracedLane(self._cpu, tracer, sub_batch)
 
     def submit(self, layer: int, batch: BoundBatch, qkv: Tensor) -> Ticket:
         call = super().submit
@@ -141,22 +139,10 @@ class TracedAttention(Attention):
         tags = {"layer": layer, "sub_batch": self._sub_batch}
         return self._tracer.timed("attention", call, layer, batch, qkv, **tags)
 
-
-class _TracedLane:
-    def __init__(self, lane: CpuAttention, tracer: Tracer, sub_batch: int | str) -> None:
-        self._lane = lane
-        self._tracer = tracer
-        self._sub_batch = sub_batch
-
-    def submit(
-        self, layer: int, kv: Tensor, batch: AttentionBatch, shape: AttentionShape, qkv: Tensor
-    ) -> Ticket:
-        ticket = self._lane.submit(layer, kv, batch, shape, qkv)
-        tags = {"layer": layer, "sub_batch": self._sub_batch, "rows": batch.num_decodes}
+    def _hand_over(self, layer: int, decodes: AttentionBatch, qkv: Tensor) -> Ticket:
+        ticket = super()._hand_over(layer, decodes, qkv)
+        tags = {"layer": layer, "sub_batch": self._sub_batch, "rows": decodes.num_decodes}
         return _TracedTicket(ticket, self._tracer, CPU_ATTENTION, "attend", tags)
-
-    def close(self) -> None:
-        self._lane.close()
 
 
 class TracedCopies:
@@ -176,6 +162,10 @@ class TracedCopies:
         ticket = self._copies.submit(source, source_blocks, target, target_blocks)
         tags = {"blocks": len(source_blocks)}
         return _TracedTicket(ticket, self._tracer, COPIES, "copy", tags)
+
+    @property
+    def link_bytes(self) -> int | None:
+        return self._copies.link_bytes
 
     def close(self) -> None:
         self._copies.close()

@@ -163,8 +163,11 @@ class Worker:
 
         def fetch() -> Tokens:
             tokens = result.fetch()  # waits
-            self._backends.check()  # before anyone sees them
-            return replace(tokens, cpu_work=getattr(self._backends.cpu_attention, "work", None))
+            lane = self._backends.cpu_attention
+            if lane is None:
+                return tokens
+            lane.check()  # before anyone sees them
+            return replace(tokens, cpu_work=lane.work)
 
         return StepResult(result.completing, self._parked.request_ids, fetch)
 
@@ -201,11 +204,12 @@ class Worker:
         """Seconds of computing and bytes between the sides so far. The GPU side is only timed while
         there is a trace, and where that does not slow it down."""
         lane, copies = self._backends.cpu_attention, self._backends.copies
-        crossed = [getattr(part, "link_bytes", None) for part in (lane, copies)]
+        crossed = [part.link_bytes for part in (lane, copies) if part is not None]
         counted = [count for count in crossed if count is not None]
+        work = None if lane is None else lane.work
         return BusyTimes(
             None if self._tracer is None or self.runs_ahead else self._tracer.gpu_s,
-            getattr(lane, "busy_s", None),
+            None if work is None else work.busy_s,
             sum(counted) if counted else None,
         )
 
