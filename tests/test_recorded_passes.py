@@ -30,6 +30,7 @@ from tests.cuda_double import cuda_modules, maker
 from tests.graph_double import Graph, capture
 from tests.hybrid import STRATEGIES, Pools, Tally, run_schedule, small_engine, strategy
 from tests.lane_cases import SHAPE, make_case
+from tests.replays import noted_replays
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,7 +52,6 @@ def test_tokens_equal_the_oracles(
 ) -> None:
     """Also where spans are traced now and then, and where what was recorded is forgotten."""
     rng, execute = random.Random(name), Worker.execute
-    lane, replayed = modules["cuda_lane"].CudaCpuLane, []
 
     def disturbed(self: Worker, plan: Any) -> Any:
         if rng.random() < 0.1:
@@ -61,20 +61,15 @@ def test_tokens_equal_the_oracles(
             self._repeated.forget()
         return execute(self, plan)
 
-    def counted(self: Any, recorded: Any, batches: Any, launch: Any) -> None:
-        replayed.append(len(batches))
-        replay(self, recorded, batches, launch)
-
-    replay = lane.replay
     monkeypatch.setattr(Worker, "execute", disturbed)
-    monkeypatch.setattr(lane, "replay", counted)
     tally = Tally()
-    for seed in range(3):
-        policy, args = strategy(name, seed)
-        run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
+    with noted_replays(modules["cuda_lane"].CudaCpuLane) as replays:
+        for seed in range(3):
+            policy, args = strategy(name, seed)
+            run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
     assert tally.cpu_tokens > 0 and not tally.forgiven
     sub_batches = {"sequential": {1}, "random": {1, 2}}.get(name, {2})
-    assert len(replayed) > 5 and set(replayed) <= sub_batches
+    assert len(replays) > 5 and set(replays) <= sub_batches
 
 
 class Stream:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,9 +19,9 @@ from swiftapex.engine.engine import Engine
 from tests.cuda import gpu as _skips_without_one  # noqa: F401
 from tests.hybrid import STRATEGIES, Tally, run_schedule, strategy
 from tests.lane_cases import long_case
+from tests.replays import noted_replays
 
 pytestmark = pytest.mark.gpu
-REPLAY = CudaCpuLane.replay
 KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * 4  # of `engine`: layers, K and V, heads, head_dim, float32
 
 
@@ -67,25 +66,20 @@ def test_recorded_passes_give_the_oracles_tokens(
 ) -> None:
     """Passes with CPU decodes, replayed from the second one of their kind on; `late`: other work
     keeps the CPU's threads, now before the pass and now in the midst of it."""
-    rng, other, num_replayed = random.Random(name), long_case(8), 0
+    rng, other = random.Random(name), long_case(8)
 
-    def counted(self: CudaCpuLane, *args: Any) -> None:
-        nonlocal num_replayed
-        num_replayed += 1
+    def keep_busy(lane: CudaCpuLane) -> None:
         if late and rng.random() < 0.5:
-            other.submit(self._lane)
-        REPLAY(self, *args)
-        if late and rng.random() < 0.5:
-            other.submit(self._lane)
+            other.submit(lane._lane)
 
     monkeypatch.setattr(cuda_graphs, "HYBRID_SEEN_BEFORE", 1)
-    monkeypatch.setattr(CudaCpuLane, "replay", counted)
     tally = Tally()
-    for seed in range(3):
-        policy, args = strategy(name, seed)
-        run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
+    with noted_replays(CudaCpuLane, keep_busy) as replays:
+        for seed in range(3):
+            policy, args = strategy(name, seed)
+            run_schedule("gqa-3", policy, args, seed, tally, late=False, device="cuda")
     assert tally.cpu_tokens > 0 and not tally.forgiven
-    assert num_replayed > 5
+    assert len(replays) > 5
 
 
 def test_recorded_passes_on_a_part_of_the_gpu_give_the_same_tokens() -> None:
@@ -94,12 +88,12 @@ def test_recorded_passes_on_a_part_of_the_gpu_give_the_same_tokens() -> None:
     for seen_before in (1, 2**31):
         with (
             mock.patch.object(cuda_graphs, "HYBRID_SEEN_BEFORE", seen_before),
-            mock.patch.object(CudaCpuLane, "replay", autospec=True, side_effect=REPLAY) as replay,
+            noted_replays(CudaCpuLane) as replays,
         ):
             llm = engine(policy="fixed:asymmetric", gpu={"kv_tokens": 256, "sm_count": 8})
             outs = llm.generate([[5 + i] * 20 for i in range(16)], params)
             outputs.append([out.token_ids for out in outs])
-            num_replayed.append(replay.call_count)
+            num_replayed.append(len(replays))
             llm.close()
     assert outputs[0] == outputs[1]
     assert num_replayed[0] > 20 and num_replayed[1] == 0
