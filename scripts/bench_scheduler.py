@@ -28,7 +28,8 @@ from typing import Any
 
 from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import Placement, Request, SamplingParams
-from swiftapex.cost_model import AnalyticCostModel, CostModel, default_rates
+from swiftapex.cost_model import CostModel
+from swiftapex.costs.analytic import AnalyticCostModel, default_rates
 from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.costs.tables import Grid, Line, Tables

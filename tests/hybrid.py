@@ -15,7 +15,7 @@ from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
 from swiftapex.core.request import Request
 from swiftapex.core.trace import TraceRecorder
-from swiftapex.cost_model import AnalyticCostModel, Rates
+from swiftapex.costs.analytic import AnalyticCostModel, Rates
 from swiftapex.engine.engine import Engine
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.executor.base import Executor

@@ -15,6 +15,7 @@ CONTROL_PLANE = (
     "swiftapex.config.load",
     "swiftapex.core.trace",
     "swiftapex.cost_model",
+    "swiftapex.costs.analytic",
     "swiftapex.costs.correction",
     "swiftapex.costs.measured",
     "swiftapex.profile",

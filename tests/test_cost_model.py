@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 
 from swiftapex.core.plan import Row
 from swiftapex.cost_model import (
-    AnalyticCostModel,
     Load,
-    Rates,
     asymmetric_us,
-    default_rates,
     gpu_only_us,
     overlap_tokens,
     overlap_us,
     spare_us,
     visit_us,
 )
+from swiftapex.costs.analytic import AnalyticCostModel, Rates, default_rates
 from swiftapex.model.config import named_architecture
 from swiftapex.scheduler.equations import (
     asymmetric_wins,

@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from swiftapex.backends.threads import cpu_threads, split_threads
 from swiftapex.config.schema import EngineConfig
-from swiftapex.cost_model import AnalyticCostModel, CostModel, default_rates
+from swiftapex.cost_model import CostModel
+from swiftapex.costs.analytic import AnalyticCostModel, default_rates
 from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.executor.base import Executor
