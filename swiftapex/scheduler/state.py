@@ -1,4 +1,4 @@
-"""What a policy sees and the verbs with which it composes an iteration.
+"""The verbs with which a policy composes an iteration, and what happens between two of them.
 
 The verbs keep the rules that no policy may break: a row's blocks exist before its pass, limits
 hold, requests start in order, what is in flight or moving is left alone. A policy decides what goes
@@ -7,173 +7,22 @@ in, and in what order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, takewhile
+from collections.abc import Mapping, Sequence
 
-from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, decode_rows
+from swiftapex.core.plan import Inequality, Move, Row, StepPlan, decode_rows
 from swiftapex.core.request import Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
-from swiftapex.scheduler.cohorts import CohortBook
 from swiftapex.scheduler.draft import BatchDraft, Limits
-from swiftapex.scheduler.index import Lazily, RequestIndex
 from swiftapex.scheduler.queue import RequestQueue
+from swiftapex.scheduler.view import SchedulerView
 
 
-class SchedulerState:
-    """Requests, blocks and limits, and the changes since the last plan that workers must learn."""
+class SchedulerState(SchedulerView):
+    """Requests, blocks and limits, and the verbs that change them."""
 
     def __init__(self, queue: RequestQueue, blocks: BlockManager, limits: Limits) -> None:
-        self.queue = queue
-        self.blocks = blocks
-        self.limits = limits
-        self.iteration = 0
-        self.num_preemptions = 0
-        self.num_moves = 0
-        self.cohorts = CohortBook()
-        self._index = RequestIndex()
-        self._on_gpu = 0  # running requests whose blocks are there
+        super().__init__(queue, blocks, limits)
         self._in_flight: frozenset[int] = frozenset()
-        self._planned: set[int] = set()  # requests with a row or a move in the plan being composed
-        self._staging_left = limits.staging_blocks
-        self._admitted: dict[int, Admission] = {}
-        self._new_blocks: dict[int, tuple[int, ...]] = {}
-        self._moves: list[Move] = []
-        self._released: list[int] = []
-        self._dropped: list[int] = []
-        self._draining: set[int] = set()  # ended in flight: their blocks wait for the cohort
-
-    # What there is
-
-    def new_batch(self) -> BatchDraft:
-        return BatchDraft(self.limits)
-
-    def is_free(self, request: Request) -> bool:
-        """Running, at a token boundary, and not yet in this plan: may get a row, move or yield."""
-        return (
-            request.state is RequestState.RUNNING
-            and not (request.in_flight or request.moving)
-            and request.request_id not in self._planned
-        )
-
-    def decoding(self, side: Placement) -> list[Request]:
-        """Free requests whose next step is a decode on `side`, oldest first."""
-        if side is Placement.GPU:
-            return list(self.gpu_decodes())
-        return sorted(self.cpu_decodes(), key=lambda r: r.request_id)
-
-    def gpu_decodes(self) -> Lazily:
-        """As `decoding` on the GPU. To be read before a request moves, starts or yields."""
-        return self._unplanned(self._index.gpu_decodes)
-
-    def cpu_decodes(self) -> Lazily:
-        """As `decoding` on the CPU, but least recently served first, older ones before younger. To
-        be read before a request moves, starts or yields."""
-        return self._unplanned(self._index.cpu_decodes)
-
-    def cpu_decodes_by_age(self) -> Iterator[Request]:
-        """As `decoding` on the CPU, one by one; they may have a row in this plan."""
-        return self._index.cpu_decodes_by_age()
-
-    @property
-    def idle_on_cpu(self) -> Iterable[Request]:
-        """CPU decodes that are not in flight; they may have a row in this plan."""
-        return self._index.cpu_decodes.values()
-
-    def newest_on_gpu(self) -> Request:
-        """The newest free request whose blocks are on the GPU. There has to be one."""
-        groups = self._index.gpu_decodes, self._index.prefills
-        on_gpu = (r for group in groups for r in self._newest_free(group))
-        return max(on_gpu, key=lambda r: r.request_id)
-
-    def prefilling(self) -> list[Request]:
-        """Free running requests with tokens still to prefill, oldest first."""
-        return list(self._unplanned(self._index.prefills))
-
-    def running_on(self, side: Placement) -> int:
-        """Running requests whose blocks are on `side`, in flight or not."""
-        return self._on_gpu if side is Placement.GPU else self.queue.num_running - self._on_gpu
-
-    def num_decoding(self, side: Placement) -> int:
-        """Running requests that decode on `side`, in flight or not."""
-        on_gpu, on_cpu, in_flight = self._index.counts()
-        return on_gpu if side is Placement.GPU else on_cpu + in_flight
-
-    @property
-    def num_idle(self) -> int:
-        """CPU decodes at a token boundary; they may have a row in this plan."""
-        return self._index.counts()[1]
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._index.counts()[2]
-
-    @property
-    def cpu_tokens(self) -> int:
-        """Tokens of KV that one visit of all CPU requests reads."""
-        return self._index.cpu_tokens
-
-    @property
-    def cpu_free(self) -> float:
-        """Share of the CPU's KV blocks that nobody owns."""
-        return self.blocks.num_free(Placement.CPU) / max(1, self.blocks.num_total(Placement.CPU))
-
-    @property
-    def moving_tokens(self) -> int:
-        """Tokens of KV, whole blocks, that the plan being composed moves to the other side."""
-        return sum(len(move.source_blocks) for move in self._moves) * self.blocks.block_size
-
-    @property
-    def anything_in_flight(self) -> bool:
-        """Whether a cohort is parked, be it only of requests that have ended."""
-        return bool(self._draining) or self.num_in_flight > 0
-
-    def overdue(self, requests: Iterable[Request]) -> list[Request]:
-        """Those of `requests`, least recently served first, that were left out of the last
-        `max_skipped` iterations; of many, as many as have to be taken now so that none is left out
-        for twice that. All at once, in one iteration, would make everyone else wait for long."""
-        skipped = self.limits.max_skipped
-        since = self.iteration - skipped
-        most = max(1, -(-self.num_decoding(Placement.CPU) // max(1, skipped)))
-        return list(islice(takewhile(lambda r: r.last_served < since, requests), most))
-
-    @property
-    def staging_blocks_left(self) -> int:
-        """Blocks of the staging area that this plan has not used yet."""
-        return self._staging_left
-
-    def tokens_at_most(self, request: Request) -> int:
-        """Tokens whose KV the request needs in the end. The last token's is never stored."""
-        return len(request.prompt_ids) + request.sampling.max_tokens - 1
-
-    def fits_alone(self, request: Request, placement: Placement) -> bool:
-        """Whether the request could run to its end on an otherwise empty machine."""
-        need = self.blocks.blocks_for(self.tokens_at_most(request))
-        return need <= self._capacity(placement)
-
-    def needs_cpu(self, request: Request) -> bool:
-        """Whether the request has its KV on the CPU, or could never have it on the GPU."""
-        on_cpu = request.state is RequestState.RUNNING and request.placement.side is Placement.CPU
-        return on_cpu or not self.fits_alone(request, Placement.GPU)
-
-    def most_blocks(self, uses_cpu: bool) -> int:
-        """Blocks of the largest request that can start, on the GPU alone without `uses_cpu`."""
-        on_gpu = self._capacity(Placement.GPU)
-        return max(on_gpu, self._capacity(Placement.STAGING)) if uses_cpu else on_gpu
-
-    def capacity_words(self, uses_cpu: bool) -> str:
-        """What there is, for a message that says that it is too little."""
-        gpu = self.blocks.num_total(Placement.GPU)
-        cpu = self.blocks.num_total(Placement.CPU)
-        if not cpu or not uses_cpu:
-            return f"{gpu} exist"
-        return (
-            f"and the GPU has {gpu}; the CPU has {cpu}, but a prompt goes there through a staging "
-            f"area of {self.limits.staging_blocks}, which grows with gpu.kv_tokens"
-        )
-
-    def _capacity(self, placement: Placement) -> int:
-        total = self.blocks.num_total(placement.side)
-        return min(total, self.limits.staging_blocks) if placement is Placement.STAGING else total
 
     # Rows
 
@@ -184,7 +33,8 @@ class SchedulerState:
     def add_decode(self, batch: BatchDraft, request: Request) -> None:
         """Adds the request's next decode. Needs room in the batch and `has_block`."""
         assert batch.room > 0 and request.is_decoding and self.is_free(request)
-        self._note_blocks(request, self.blocks.append(request.request_id, request.num_tokens))
+        gained = self.blocks.append(request.request_id, request.num_tokens)
+        self._news.gain(request.request_id, gained)
         batch.add(Row(request.request_id, request.placement, request.num_computed, None, True))
         self._serve(request)
 
@@ -203,7 +53,7 @@ class SchedulerState:
         full = [index for index, room in zip(ends, rooms, strict=True) if starts[index] >= room]
         gained = self.blocks.append_one([ids[index] for index in full])
         for index, block in zip(full, gained, strict=False):
-            self._note_blocks(requests[index], (block,))
+            self._news.gain(ids[index], (block,))
         if len(gained) < len(full):
             count = full[len(gained)]
             del requests[count:], ids[count:], starts[count:]
@@ -257,13 +107,10 @@ class SchedulerState:
         self.queue.start(request)
         request.placement, request.last_served = placement, self.iteration
         self._on_gpu += placement is Placement.GPU
-        self._changed(request)
-        last_token = request.output_ids[-1] if request.output_ids else 0
-        self._admitted[request.request_id] = Admission(
-            request.request_id, len(request.prompt_ids), request.sampling, last_token
-        )
+        self._index.touch(request)
+        self._news.admit(request)
         gained = self.blocks.allocate(request.request_id, placement.side, request.num_tokens)
-        self._note_blocks(request, gained)
+        self._news.gain(request.request_id, gained)
 
     def preempt(self, request: Request) -> None:
         """Frees a request; it will be computed again from its tokens."""
@@ -288,12 +135,12 @@ class SchedulerState:
         request_id, source = request.request_id, request.placement
         old = self.blocks.owned(request_id)
         new = self.blocks.begin_move(request_id, target)
-        self._moves.append(Move(request_id, source, target, old, new))
+        self._news.move(Move(request_id, source, target, old, new))
         self.num_moves += 1
         self._on_gpu += 1 if target is Placement.GPU else -1
         request.placement, request.moving = target, True
         self._serve(request)
-        self._changed(request)
+        self._index.touch(request)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, in whatever state, and frees what it owns. The blocks of one that
@@ -304,7 +151,7 @@ class SchedulerState:
         self.queue.remove(request)
         if request.in_flight:
             self._draining.add(request.request_id)
-            self._dropped.append(request.request_id)
+            self._news.drop(request.request_id)
         elif held:
             self._release(request.request_id)
 
@@ -326,19 +173,12 @@ class SchedulerState:
             pipeline,
             tuple(batch.sub_batch() for batch in batches),
             tuple(cohort.sub_batch() for cohort in cohorts if cohort.rows),
-            tuple(self._moves),
-            tuple(self._admitted.values()),
-            dict(self._new_blocks),
-            tuple(self._released),
-            tuple(self._dropped),
-            predicted_us,
-            dict(candidates_us or {}),
-            inequality,
+            predicted_us=predicted_us,
+            candidates_us=dict(candidates_us or {}),
+            inequality=inequality,
+            **self._news.take(),
         )
-        for pending in (self._moves, self._released, self._dropped):
-            pending.clear()
-        for known in (self._admitted, self._new_blocks, self._planned):
-            known.clear()
+        self._planned.clear()
         self._staging_left = self.limits.staging_blocks
         self.iteration += 1
         return plan
@@ -390,27 +230,12 @@ class SchedulerState:
         on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
         assert self.cpu_tokens == sum(on_cpu)
 
-    def _unplanned(self, requests: dict[int, Request]) -> Lazily:
-        planned = self._planned
-        if requests.keys().isdisjoint(planned):
-            return Lazily(requests.values())
-        return Lazily(request for i, request in requests.items() if i not in planned)
-
-    def _newest_free(self, oldest_first: dict[int, Request]) -> Iterator[Request]:
-        """The newest of them that is free and on the GPU, if any."""
-        newest_first = reversed(oldest_first.values())
-        found = (r for r in newest_first if r.placement is Placement.GPU and self.is_free(r))
-        return islice(found, 1)
-
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""
         if request.placement is Placement.STAGING and (
             request.is_decoding or request.num_computed == request.num_tokens
         ):
             request.placement = Placement.CPU
-        self._index.touch(request)
-
-    def _changed(self, request: Request) -> None:
         self._index.touch(request)
 
     def _left(self, request: Request) -> None:
@@ -422,14 +247,6 @@ class SchedulerState:
         self._planned.add(request.request_id)
         request.last_served = self.iteration
 
-    def _note_blocks(self, request: Request, gained: tuple[int, ...]) -> None:
-        if gained:
-            known = self._new_blocks.get(request.request_id, ())
-            self._new_blocks[request.request_id] = known + gained
-
     def _release(self, request_id: int) -> None:
-        """A request that no plan has named yet is forgotten; workers hear of the others."""
         self.blocks.free(request_id)
-        self._new_blocks.pop(request_id, None)
-        if self._admitted.pop(request_id, None) is None:
-            self._released.append(request_id)
+        self._news.release(request_id)
