@@ -66,8 +66,8 @@ REGIMES = {
         4096,
         400,
         in_flight={
-            "neo": ("18", "70", "80"),
-            "apex": ("116", None, "165"),
+            "neo": ("18", "30|70", "60|110"),
+            "apex": ("116", "200|300", "165|230"),
             MODEL_BASED: ("85:0.88", "285", "225"),
         },
     ),
@@ -77,8 +77,8 @@ REGIMES = {
         864,
         250,  # with 500 tokens, +10 %, it fits into 864
         in_flight={
-            "neo": ("23", "90", "100"),
-            "apex": ("240", None, "195"),
+            "neo": ("23", "30|90", "60|140"),
+            "apex": ("240", "300|400", "195|300"),
             MODEL_BASED: ("113:0.9", "408", None),
         },
     ),
@@ -89,7 +89,7 @@ REGIMES = {
         1000,
         in_flight={
             "neo": ("28", "29", "30|110"),
-            "apex": ("150", "205", "480"),
+            "apex": ("90|200", "205", "320|480"),
             MODEL_BASED: ("25", "250:0.8", "92"),
         },
     ),
@@ -238,8 +238,9 @@ def _bounds(line: dict[str, Any]) -> tuple[float, float, float]:
     rate = float(line["output_tokens_per_s"])
     decoded = line["decoded_requests"]
     by_prompts = rate * line["prefilled_requests"] / decoded if decoded else rate
-    estimate = (rate + by_prompts) / 2 if line["valid"] else rate
-    return estimate, min(rate, by_prompts), max(rate, by_prompts)
+    if line["valid"]:
+        return ((rate + by_prompts) / 2,) * 3
+    return rate, min(rate, by_prompts), max(rate, by_prompts)
 
 
 def _filled(line: dict[str, Any]) -> float:
