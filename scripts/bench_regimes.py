@@ -227,19 +227,21 @@ def _mean(lines: Sequence[dict[str, Any]], strategy: str) -> Rate | None:
         )
         balanced = (loss * first + gain * second) / (gain + loss)
         return Rate(balanced, balanced, balanced)
-    measured, low, high = zip(*(_bounds(line) for line in mine), strict=True)
+    again = any(line["preemptions"] for line in lines)
+    measured, low, high = zip(*(_bounds(line, by_tokens=again) for line in mine), strict=True)
     return Rate(statistics.mean(measured), statistics.mean(low), statistics.mean(high))
 
 
-def _bounds(line: dict[str, Any]) -> tuple[float, float, float]:
+def _bounds(line: dict[str, Any], by_tokens: bool) -> tuple[float, float, float]:
     """Of the steady state's rate: the estimate, and between what it lies. Of a valid window that is
     the middle of the rates by its tokens and by its prompts: both tell the same, each with the
-    noise of where the window begins and ends."""
+    noise of where the window begins and ends. `by_tokens`: by these alone, where some prompts were
+    computed again, which are not told from others."""
     rate = float(line["output_tokens_per_s"])
     decoded = line["decoded_requests"]
     by_prompts = rate * line["prefilled_requests"] / decoded if decoded else rate
     if line["valid"]:
-        return ((rate + by_prompts) / 2,) * 3
+        return (rate if by_tokens else (rate + by_prompts) / 2,) * 3
     return rate, min(rate, by_prompts), max(rate, by_prompts)
 
 
