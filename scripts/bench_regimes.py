@@ -66,8 +66,8 @@ REGIMES = {
         4096,
         400,
         in_flight={
-            "neo": ("18", "70", "80"),
-            "apex": ("116", None, "165"),
+            "neo": ("18", "30|70", "60|110"),
+            "apex": ("116", "200|300", "165|230"),
             MODEL_BASED: ("85:0.88", "285", "225"),
         },
     ),
@@ -77,8 +77,8 @@ REGIMES = {
         864,
         250,  # with 500 tokens, +10 %, it fits into 864
         in_flight={
-            "neo": ("23", "90", "100"),
-            "apex": ("240", None, "195"),
+            "neo": ("23", "30|90", "60|140"),
+            "apex": ("240", "300|400", "195|300"),
             MODEL_BASED: ("113:0.9", "408", None),
         },
     ),
@@ -89,7 +89,7 @@ REGIMES = {
         1000,
         in_flight={
             "neo": ("28", "29", "30|110"),
-            "apex": ("150", "205", "480"),
+            "apex": ("90|200", "205", "320|480"),
             MODEL_BASED: ("25", "250:0.8", "92"),
         },
     ),
@@ -227,19 +227,22 @@ def _mean(lines: Sequence[dict[str, Any]], strategy: str) -> Rate | None:
         )
         balanced = (loss * first + gain * second) / (gain + loss)
         return Rate(balanced, balanced, balanced)
-    measured, low, high = zip(*(_bounds(line) for line in mine), strict=True)
+    again = any(line["preemptions"] for line in lines)
+    measured, low, high = zip(*(_bounds(line, by_tokens=again) for line in mine), strict=True)
     return Rate(statistics.mean(measured), statistics.mean(low), statistics.mean(high))
 
 
-def _bounds(line: dict[str, Any]) -> tuple[float, float, float]:
+def _bounds(line: dict[str, Any], by_tokens: bool) -> tuple[float, float, float]:
     """Of the steady state's rate: the estimate, and between what it lies. Of a valid window that is
     the middle of the rates by its tokens and by its prompts: both tell the same, each with the
-    noise of where the window begins and ends."""
+    noise of where the window begins and ends. `by_tokens`: by these alone, where some prompts were
+    computed again, which are not told from others."""
     rate = float(line["output_tokens_per_s"])
     decoded = line["decoded_requests"]
     by_prompts = rate * line["prefilled_requests"] / decoded if decoded else rate
-    estimate = (rate + by_prompts) / 2 if line["valid"] else rate
-    return estimate, min(rate, by_prompts), max(rate, by_prompts)
+    if line["valid"]:
+        return (rate if by_tokens else (rate + by_prompts) / 2,) * 3
+    return rate, min(rate, by_prompts), max(rate, by_prompts)
 
 
 def _filled(line: dict[str, Any]) -> float:

@@ -31,6 +31,7 @@ def line(
         "decoded_requests": 10.0,
         "output_tokens_per_s": rate,
         "seconds": 2.0,
+        "preemptions": 0,
     }
 
 
@@ -90,7 +91,10 @@ def test_a_valid_windows_rate_is_the_middle_of_what_its_prompts_and_its_tokens_t
 ) -> None:
     lines = [line("gpu_only", 100.0), line("model_based", 100.0, taken=9.6) | {"valid": True}]
     (row,) = bench.summary(lines)["ratios"]
-    assert row["over_gpu_only"] == {"ratio": 0.98, "least": 0.96, "most": 1.0}
+    assert row["over_gpu_only"] == {"ratio": 0.98, "least": 0.98, "most": 0.98}
+    again = lines[0] | {"preemptions": 1}
+    (row,) = bench.summary([again, lines[1]])["ratios"]
+    assert row["over_gpu_only"] == {"ratio": 1.0, "least": 1.0, "most": 1.0}
 
 
 def test_a_policy_that_never_settles_has_a_window_of_each_start(bench: Any) -> None:

@@ -503,7 +503,7 @@ def weighed(
     cost = ConstantCostModel(num_layers=1, linear_fixed=0, linear_row=1, prefill_token=0)
     mix = steady.Mix(5, 200, 10, 5, 1000, 64, known, coming, on_cpu)
     found = steady.Steady(rate, 100.0, 10, on_cpu=100)
-    return steady.weighed(cost, mix, found, lambda: without_prompts)
+    return steady.weighed(cost, mix, found, lambda: 1 / without_prompts)
 
 
 def test_filling_the_cpu_costs_only_what_its_prompts_would_not_cost_later() -> None:
@@ -690,6 +690,9 @@ def test_costs_that_a_profile_could_not_tell_from_noise_divide_nothing(zero: str
     )
     found = steady.asymmetric(cost, mix)
     assert 0 < found.taken <= 40 and found.rate > 0
+    with_prompts = replace(mix, prompt_share=2, known_tokens=1000)
+    for filled in (steady.asymmetric(cost, with_prompts), steady.overlap(cost, with_prompts, 1)):
+        assert 0 <= filled.worth <= filled.rate
     if zero == "cpu_token":
         assert found.taken == 40
 

@@ -154,7 +154,7 @@ def _two_batches(cost: CostModel, mix: Mix, taken: int) -> Steady:
 
     chunk = _chunk(mix, tokens)
     found = _steady(mix, tokens, chunk, us_with(chunk), int(_CHOICE * taken), taken)
-    return weighed(cost, mix, found, lambda: tokens / us_with(0))
+    return weighed(cost, mix, found, lambda: us_with(0) / tokens)
 
 
 def _hidden(cost: CostModel, mix: Mix) -> int:
@@ -222,26 +222,27 @@ def _one_batch(cost: CostModel, mix: Mix, parked: int, cohorts: int | None) -> S
         us, advance, tokens = with_chunk(chunk)
     found = _steady(mix, tokens, chunk, us, int(advance * parked))
 
-    def without_prompts() -> float:
+    def us_without_prompts() -> float:
         us, _, tokens = with_chunk(0)
-        return tokens / us
+        return us / tokens
 
-    return weighed(cost, mix, found, without_prompts)
+    return weighed(cost, mix, found, us_without_prompts)
 
 
 def weighed(
-    cost: CostModel, mix: Mix, found: Steady, without_prompts: Callable[[], float]
+    cost: CostModel, mix: Mix, found: Steady, us_without_prompts: Callable[[], float]
 ) -> Steady:
     """With its worth. A request that goes to the CPU beforehand costs its prompt. Where that is
     the end of it, what is spared when such a request ends counts for it, as its tokens come without
-    another prompt; where requests go on coming there is more output to spread the cost over."""
+    another prompt and take `us_without_prompts` each; where requests go on coming there is more
+    output to spread the cost over."""
     missing = found.on_cpu - mix.on_cpu
     if missing <= 0 or not mix.prompt_share or not found.rate:
         return replace(found, worth=found.rate)
     most, output = mix.max_tokens, mix.output
     prompt = Load(rows=most, chunks=((most, 0),))
     prompt_us = gpu_only_us(cost, prompt) / most * output * mix.prompt_share
-    spared_us = output * (1 / found.rate - 1 / without_prompts())
+    spared_us = output * (1 / found.rate - us_without_prompts())
     known, coming = mix.known_tokens, mix.coming_tokens
     of_a_token = min(max(0.0, prompt_us - spared_us) / known, prompt_us / (known + coming))
     worth = 1 / (1 / found.rate + missing * of_a_token)
