@@ -30,6 +30,7 @@ from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.costs import ProfiledEngine
 from swiftapex.engine.stats import EngineStats, count, record_launch
 from swiftapex.engine.text import TextStream
+from swiftapex.engine.watch import Watch
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.kv.sizing import check_host_room, kv_sizes, measures_gpu_kv
@@ -41,7 +42,6 @@ from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.state import SchedulerState
 
 Made = TypeVar("Made")
-_EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Engine:
         self._live: dict[int, Request] = {}
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
-        self._empty_steps = 0
+        self._watch = Watch(source.config.num_layers)
         self._cpu_decoded_tokens = 0
         self._launched: _Launched | None = None  # an iteration whose tokens are still to come
         self._changed: list[Request] = []  # by iterations that nobody asked for
@@ -323,6 +323,7 @@ class Engine:
         plan = self._policy.plan(self._state, self._cost_model)
         planned = time.perf_counter()
         result = self._execute(plan)
+        self._end_if(self._watch.forgotten(plan, result, self._live))
         self._book(plan, result)
         preemptions = self._state.num_preemptions - preemptions
         cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
@@ -341,7 +342,8 @@ class Engine:
             waiting = self._queue.num_waiting
             self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
         self.num_iterations += 1
-        self._watch(plan)
+        still = self._watch.standstill(plan, result, bool(self._live))
+        self._end_if(still and f"{still}; {self._whereabouts()}")
         changed = self._collect()
         self._launched = _Launched(plan, result, record)
         return changed if self._executor.runs_ahead else self._collect()
@@ -377,6 +379,12 @@ class Engine:
             what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
             raise EngineError(f"an iteration failed: {what}") from error
 
+    def _end_if(self, problem: str | None) -> None:
+        """Raises EngineError where there is one, after which the engine can only be closed."""
+        if problem is not None:
+            self._fail(f"broken: {problem}")
+            raise EngineError(problem)
+
     def _fail(self, reason: str) -> None:
         self._dead = reason
         for request in list(self._live.values()):
@@ -411,6 +419,7 @@ class Engine:
         except Exception as error:
             self._fail(f"broken: {type(error).__name__}: {error}")
             raise EngineError(f"an iteration failed: {type(error).__name__}: {error}") from error
+        self._end_if(self._watch.without_token(launched.plan, launched.result, tokens))
         now = time.perf_counter()
         end = now if tokens.done_s is None else tokens.done_s
         begin = max(launched.record.start_s, self._last_end_s)
@@ -469,17 +478,11 @@ class Engine:
         if stream is not None:
             stream.end()
 
-    def _watch(self, plan: StepPlan) -> None:
-        """Raises EngineError after many iterations in a row that computed nothing."""
-        idle = plan.is_empty and not self._state.anything_in_flight
-        self._empty_steps = self._empty_steps + 1 if idle and self._live else 0
-        if self._empty_steps >= _EMPTY_STEPS:
-            heads = [
-                f"request {r.request_id}: {r.state.value}, {r.num_tokens} tokens, "
-                f"{r.num_computed} computed, {len(self._blocks.owned(r.request_id))} blocks"
-                for r in list(self._live.values())[:8]
-            ]
-            self._fail("stuck")
-            raise EngineError(
-                f"no progress in {_EMPTY_STEPS} iterations: {self.stats()}; " + "; ".join(heads)
-            )
+    def _whereabouts(self) -> str:
+        """Of blocks and of the first requests."""
+        heads = [
+            f"request {r.request_id}: {r.state.value}, {r.num_tokens} tokens, "
+            f"{r.num_computed} computed, {len(self._blocks.owned(r.request_id))} blocks"
+            for r in list(self._live.values())[:8]
+        ]
+        return "; ".join((str(self.stats()), *heads))
