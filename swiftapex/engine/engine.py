@@ -85,14 +85,14 @@ class Engine:
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
         check_host_room(source.config, source.dtype, engine, sizes)
         self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
-        self.notes = self._executor.notes  # what users should know of how memory was had
+        self._memory_notes = self._executor.notes
         if measures_gpu_kv(engine):
             sizes, note = self._closing_on_error(
                 lambda: fit_gpu_kv(
                     self._executor, source.config, source.dtype, engine, sizes, self.max_model_len
                 )
             )
-            self.notes += (note,)
+            self._memory_notes += (note,)
         self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
@@ -100,7 +100,7 @@ class Engine:
         self.profiled = ProfiledEngine(
             source.config, source.dtype, engine, sizes, self.max_model_len, self._executor
         )
-        self._cost_model = self._make_cost_model(uses_cpu)
+        self._cost_model, self._profile_notes = self._make_cost_model(uses_cpu)
         self._live: dict[int, Request] = {}
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
@@ -112,6 +112,11 @@ class Engine:
         self._cpu_work: CpuWork | None = None  # of the CPU side until then
         self._touched = False  # whether KV that nobody has written has memory of its own
         self._dead: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know of how memory was had, and of the profile that is planned with."""
+        return self._memory_notes + self._profile_notes
 
     @property
     def has_work(self) -> bool:
@@ -239,7 +244,7 @@ class Engine:
             self._changed = []
             self._queue.forget_ended()
             self.use_policy(policy, policy_args)
-            self._cost_model = self._make_cost_model(uses_cpu)
+            self._cost_model, self._profile_notes = self._make_cost_model(uses_cpu)
 
     def step_for(self, request: Request, seen: int) -> None:
         """Runs one iteration, unless the request has ended or has more than `seen` tokens by then
@@ -301,7 +306,7 @@ class Engine:
                 self._dead = "closed"
                 self._executor.close()
 
-    def _make_cost_model(self, uses_cpu: bool) -> CostModel:
+    def _make_cost_model(self, uses_cpu: bool) -> tuple[CostModel, tuple[str, ...]]:
         """May measure, which takes a while."""
         return self._closing_on_error(lambda: self.profiled.cost_model(uses_cpu))
 
