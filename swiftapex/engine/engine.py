@@ -28,6 +28,7 @@ from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.engine.admission import check_progress, check_prompt, fit_sampling
 from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.costs import ProfiledEngine
+from swiftapex.engine.gpu_bound import GpuBound
 from swiftapex.engine.stats import EngineStats, count, record_launch
 from swiftapex.engine.text import TextStream
 from swiftapex.engine.watch import Watch
@@ -97,6 +98,7 @@ class Engine:
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
         self._state = SchedulerState(self._queue, self._blocks, limits)
+        self._gpu_bound = GpuBound(self._state, source.config.num_layers)
         self.profiled = ProfiledEngine(
             source.config, source.dtype, engine, sizes, self.max_model_len, self._executor
         )
@@ -117,6 +119,11 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """What users should know of how memory was had, and of the profile that is planned with."""
         return self._memory_notes + self._profile_notes
+
+    @property
+    def gpu_bound(self) -> str | None:
+        """Why requests could not start on the CPU, though the policy uses it; None: all could."""
+        return self._gpu_bound.words()
 
     @property
     def has_work(self) -> bool:
@@ -159,6 +166,8 @@ class Engine:
             request = Request(request_id, prompt_ids, sampling, arrival_s)
             self._live[request_id] = request
             self._queue.add(request)
+            if self._policy.uses_cpu:
+                self._gpu_bound.note(request)
             if self.tokenizer is not None and (stream or sampling.stop):
                 self._streams[request_id] = TextStream(self.tokenizer, sampling.stop)
             return request
@@ -243,6 +252,7 @@ class Engine:
             self._drain()
             self._changed = []
             self._queue.forget_ended()
+            self._gpu_bound = GpuBound(self._state, self.model_config.num_layers)
             self.use_policy(policy, policy_args)
             self._cost_model, self._profile_notes = self._make_cost_model(uses_cpu)
 
