@@ -27,16 +27,19 @@ class Watch:
         """Rows of `live` requests that were to complete a token and did not, and cohorts that were
         in flight and are neither that nor complete; or tokens that nobody asked for. A new cohort
         may be left alone, for another pass: see `standstill`."""
-        due = {r.request_id for b in plan.sub_batches for r in b.rows if r.completes}
+        due = {i for b in plan.sub_batches for i, _, _, _, completes in b.rows if completes}
         completing = set(result.completing)
-        missing = ((due | (self._in_flight - result.in_flight)) - completing).intersection(live)
-        if missing:
+        missing = due - completing
+        missing |= self._in_flight - result.in_flight - completing
+        if missing and (missing := missing.intersection(live)):
             return (
                 f"pipeline {plan.pipeline} lost {_requests(missing)}: planned to complete a token, "
                 "but not in its result. `step` returns what `parts.complete` gives for the "
                 "`results()` of all its walks"
             )
-        strangers = completing - due - self._in_flight - _new(plan)
+        strangers = completing - due
+        if strangers:
+            strangers -= self._in_flight | _new(plan)
         if strangers or len(completing) < len(result.completing):
             return (
                 f"pipeline {plan.pipeline} completed tokens of {_requests(strangers or completing)}"
@@ -46,7 +49,8 @@ class Watch:
 
     def without_token(self, plan: StepPlan, result: StepResult, tokens: Tokens) -> str | None:
         """Requests that completed a token, which never came."""
-        missing = set(result.completing) - tokens.by_request.keys() - tokens.failures.keys()
+        there, failed = tokens.by_request, tokens.failures
+        missing = [i for i in result.completing if i not in there and i not in failed]
         if not missing:
             return None
         return f"pipeline {plan.pipeline} brought no token for {_requests(missing)}"
