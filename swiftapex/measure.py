@@ -58,4 +58,5 @@ def measure(
     finally:
         engine.close()
     totals = stats.gpu_blocks_total, stats.cpu_blocks_total
-    return RunResult(plan, log, *totals, take_snapshots(trace), engine.notes), trace
+    pictures = take_snapshots(trace)
+    return RunResult(plan, log, *totals, pictures, engine.notes, engine.gpu_bound), trace

@@ -4,8 +4,8 @@
     python -m swiftapex.profile --model llama2-7b --device cuda [--set engine.gpu.sm_count=8]
 
 Looks for the profile of exactly this model, engine and machine, and measures it where there is
-none, or with --redo in any case. Prints its tables and draws them beside it. Exit code 0: done;
-2: the file or the command line is wrong.
+none, or with --redo in any case. Prints its tables, says which of them noise has spoilt, and draws
+them beside it. Exit code 0: done; 2: the file or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from swiftapex.config.load import load_experiment, parse_section
 from swiftapex.config.overrides import parse_assignment, with_value
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, ModelLoadError
+from swiftapex.costs.doubts import REMEDY, doubts
 from swiftapex.costs.tables import Grid, Line, Tables
 from swiftapex.policies import make_policy
 from swiftapex.profiler import store
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         standing.close()
     path = store.path_of(profiled.folder, found.fingerprint)
     print("\n".join(_lines(found)))
+    doubtful = doubts(found.tables)
+    if doubtful:
+        print("\n".join(["disturbed:", *(f"  {doubt}" for doubt in doubtful), f"  {REMEDY}"]))
     picture = options.draw or path.with_suffix(".svg")
     from swiftapex.profiler.draw import draw  # matplotlib takes a second to load
 

@@ -16,12 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from swiftapex.backends import check_settings
 from swiftapex.config.explain import nearest
 from swiftapex.config.load import Experiment, RunPlan, load_experiment
 from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError
 from swiftapex.core.plugins import load_class
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.checks import check_supported, max_model_len
+from swiftapex.engine.machine import lacking
 from swiftapex.kv.sizing import kv_sizes
 from swiftapex.measure import EngineFactory, make_engine, measure
 from swiftapex.model.shard import check_divides
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.dry_run:
-        _print_plan(experiment)
+        _print_plan(experiment, here=options.ray in (None, "local"))
         return 0
     iterations = experiment.config.trace.iterations
     with contextlib.ExitStack() as stack:
@@ -93,7 +95,13 @@ def _check_sizes(plan: RunPlan) -> None:
     check_supported(engine)
     check_divides(source.shape, engine.tensor_parallel_size)
     length = max_model_len(engine, source.config.max_length)
-    kv_sizes(source.config, source.dtype, engine, length, uses_cpu=True)
+    sizes = kv_sizes(source.config, source.dtype, engine, length, uses_cpu=True)
+    if plan.peer is None:
+        check_settings(engine, bool(sizes.cpu_blocks) and _uses_cpu(plan))
+
+
+def _uses_cpu(plan: RunPlan) -> bool:
+    return make_policy(plan.policy, plan.policy_args).uses_cpu
 
 
 def _check_strategy(plan: RunPlan, where: str) -> None:
@@ -232,11 +240,30 @@ def _warn(result: RunResult) -> None:
         _say(f"{len(failed)} of {len(result.log.outcomes)} requests failed; the first, {first}")
 
 
-def _print_plan(experiment: Experiment) -> None:
+def _print_plan(experiment: Experiment, here: bool) -> None:
+    """`here`: whether it would run on this machine, so that what is lacking counts."""
     print(f"{experiment.path} is valid. It would run:")
     for plan in experiment.runs:
         print(f"  {plan.folder}: policy {plan.policy}")
+    for what, names in _lacking(experiment.runs).items() if here else ():
+        of = _some(names) if len(names) < len(experiment.runs) else "every run"
+        print(f"On this machine it would fail ({of}): {what}")
     print("Nothing was run (--dry-run).")
+
+
+def _lacking(plans: Sequence[RunPlan]) -> dict[str, list[str]]:
+    """What this machine lacks, and for which runs."""
+    found: dict[str, list[str]] = {}
+    for plan in plans:
+        if plan.peer is None:
+            for what in lacking(open_model(plan.model), plan.engine, _uses_cpu(plan)):
+                found.setdefault(what, []).append(plan.folder)
+    return found
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" * (len(names) > most)
+    return f"run{'s' * (len(names) > 1)} {', '.join(names[:most])}{more}"
 
 
 def _say(text: str) -> None:

@@ -38,6 +38,7 @@ class FakeEngine:
         self.model_config = SimpleNamespace(vocab_size=vocab_size)
         self.iterations: list[IterationRecord] = []
         self.notes: tuple[str, ...] = ()
+        self.gpu_bound: str | None = None
         self.closed = False
         self.added: list[Request] = []
         self._at_step = at_step

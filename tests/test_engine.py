@@ -305,6 +305,44 @@ def test_a_cancelled_stream_ends_its_request_and_nothing_else() -> None:
         assert len(out.token_ids) == 4
 
 
+@pytest.mark.parametrize("how", ("once", "twice", "at the loop's end"))
+def test_a_stream_cancelled_during_an_iteration(how: str) -> None:
+    """Its thread goes on: the task ends as cancelled, and the request once the iteration has."""
+    ended: list[BaseException] = []
+
+    async def cancel_one(llm: LLM) -> None:
+        async def consume() -> None:
+            try:
+                async for _ in llm.astream([5, 6, 7], SamplingParams(max_tokens=200)):
+                    pass
+            except BaseException as error:
+                ended.append(error)
+                raise
+
+        task = asyncio.create_task(consume())
+        await asyncio.to_thread(begun.wait)
+        for _ in range({"once": 1, "twice": 2}.get(how, 0)):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        threading.Timer(0.1, go_on.set).start()
+        if how != "at the loop's end":
+            await asyncio.wait([task])
+
+    with LLM(TINY.model_dump(), device="cpu") as llm:
+        begun, go_on, step = threading.Event(), threading.Event(), llm._engine.step
+
+        def held_step() -> list[Request]:
+            begun.set()
+            go_on.wait()
+            return step()
+
+        llm._engine.step = held_step  # type: ignore[method-assign]
+        asyncio.run(cancel_one(llm))  # waits for the threads
+        assert [type(error) for error in ended] == [asyncio.CancelledError]
+        stats = llm.stats()
+        assert not llm._engine.has_work and stats.gpu_blocks_free == stats.gpu_blocks_total
+
+
 def test_engines_one_after_another_leave_no_memory_and_no_thread() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -15,6 +15,7 @@ import torch
 from fake_engine import FakeEngine
 
 from swiftapex.config.load import RunPlan
+from swiftapex.kv import host_memory
 from swiftapex.ray_runs import RayRuns
 from swiftapex.run_experiment import main
 
@@ -181,6 +182,75 @@ def test_dry_run_runs_nothing(run: Runner, experiment: Path) -> None:
     assert not run.engines
     assert not run.out.exists()
     assert "two: policy fixed:sequential" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("{device: reference, cpu: {kv_dtype: int8}}", "int8 needs the native kernels"),
+        ("{device: cuda, cpu: {kv_dtype: int8}}", "int8 cannot be copied from a GPU"),
+        ("{device: cuda, block_size: 24}", "24, but KV in host memory needs a multiple of 16"),
+    ],
+)
+def test_what_a_device_cannot_have_is_wrong_on_every_machine(
+    run: Runner, experiment: Path, engine: str, expected: str
+) -> None:
+    setting = ("--dry-run", "--set", f"engine={engine}")
+    one_run = "runs=[{{name: one, policy: {}}}]".format
+    assert run(experiment, *setting, "--set", one_run("gpu_only")) == 0  # has no CPU side
+    assert run(experiment, *setting, "--set", one_run("fastdecode")) == 2
+    assert (
+        f"runs.one: engine.{'block_size' if 'block' in engine else 'cpu.kv_dtype'}: " in run.stderr
+    )
+    assert expected in run.stderr
+
+
+NO_GPU = "On this machine it would fail ({}): engine.device: cuda, but torch sees no CUDA device"
+
+
+def test_dry_run_says_what_this_machine_lacks(
+    run: Runner, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is valid: it may be meant for another machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    on_cuda = ("--dry-run", "--set", "engine.device=cuda")
+    assert run(experiment, *on_cuda) == 0
+    assert NO_GPU.format("every run") in run.stdout
+    assert run(experiment, "--dry-run", "--set", "runs.two.engine={device: cuda}") == 0
+    assert NO_GPU.format("run two") in run.stdout
+    assert run(experiment, "--dry-run") == 0 and "this machine" not in run.stdout
+    assert run(experiment, *on_cuda, "--ray", "10.0.0.1:6379") == 0
+    assert "this machine" not in run.stdout  # it runs on others
+    assert not run.engines
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("{device: cuda}", "swiftapex was built without its CUDA kernels"),
+        ("{device: cuda, tensor_parallel_size: 2}", "2 ranks need a GPU each, and torch sees 1"),
+        ("{device: cpu, tensor_parallel_size: 2}", "needs Ray: pip install 'swiftapex[tp]'"),
+        ("{device: cpu, gpu: {kv_memory: 900TiB}}", "this process's cgroup has 1.0 GiB left"),
+    ],
+)
+def test_dry_run_asks_for_build_ranks_and_memory(
+    run: Runner, experiment: Path, monkeypatch: pytest.MonkeyPatch, engine: str, expected: str
+) -> None:
+    has_kernels = "built without" not in expected
+    there = {"swiftapex._kernels_cuda": has_kernels, "ray": "Ray" not in expected}
+    real = importlib.util.find_spec
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(host_memory, "cgroup_bytes_left", lambda _: 2**30)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: there[name] or None if name in there else real(name),
+    )
+    assert run(experiment, "--dry-run", "--set", f"engine={engine}") == 0
+    assert expected in run.stdout and run.stdout.count("would fail") == 1
+    assert run.stderr == ""
 
 
 @pytest.mark.parametrize(

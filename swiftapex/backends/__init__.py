@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,16 +49,45 @@ class Backends:
                 part.close()
 
 
+def check_settings(engine: EngineConfig, with_cpu_side: bool) -> None:
+    """ConfigError for settings that the device cannot have, on whatever machine."""
+    device, kv_dtype = engine.device, engine.cpu.kv_dtype
+    if device == "reference" and with_cpu_side and kv_dtype == "int8":
+        raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
+    if device == "cuda" and with_cpu_side and kv_dtype == "int8":
+        raise ConfigError("engine.cpu.kv_dtype: int8 cannot be copied from a GPU yet")
+    if device == "cuda" and with_cpu_side and engine.block_size % 16 != 0:
+        raise ConfigError(
+            f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of 16 "
+            "with device cuda"
+        )
+
+
+def check_device(engine: EngineConfig) -> None:
+    """ConfigError where this machine or this build has not got `engine.device`."""
+    if engine.device != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("engine.device: cuda, but torch sees no CUDA device here; use 'cpu'")
+    if importlib.util.find_spec("swiftapex._kernels_cuda") is None:
+        raise ConfigError(
+            "engine.device: cuda, but swiftapex was built without its CUDA kernels: install it "
+            "anew where nvcc is on the PATH"
+        )
+
+
 def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     """The backends of `engine.device`. ConfigError where this build or machine has none.
 
     On the device `cpu` both sides share the cores: with a CPU side, its attention threads get half
     of them (rounded down, one at least; or `cpu.threads`), and the GPU side the others.
     """
+    check_settings(engine, with_cpu_side)
+    check_device(engine)
     ranks = engine.tensor_parallel_size
     if engine.device == "reference":
-        if with_cpu_side and engine.cpu.kv_dtype == "int8":
-            raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
         from swiftapex.backends.reference import ReferenceBackend, ReferenceCopies, ReferenceLane
 
         reference = ReferenceBackend()
@@ -80,24 +110,8 @@ def make_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
 
 def _cuda_backends(engine: EngineConfig, with_cpu_side: bool) -> Backends:
     """One core is left to the launching thread."""
-    import importlib.util
-
     import torch
 
-    if not torch.cuda.is_available():
-        raise ConfigError("engine.device: cuda, but torch sees no CUDA device here; use 'cpu'")
-    if with_cpu_side and engine.cpu.kv_dtype == "int8":
-        raise ConfigError("engine.cpu.kv_dtype: int8 cannot be copied from a GPU yet")
-    if with_cpu_side and engine.block_size % 16 != 0:
-        raise ConfigError(
-            f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of 16 "
-            "with device cuda"
-        )
-    if importlib.util.find_spec("swiftapex._kernels_cuda") is None:
-        raise ConfigError(
-            "engine.device: cuda, but swiftapex was built without its CUDA kernels: install it "
-            "anew where nvcc is on the PATH"
-        )
     from swiftapex.backends.cuda import CudaBackend
     from swiftapex.backends.cuda_clock import CudaClock, CudaProgress
     from swiftapex.backends.cuda_graphs import CudaGraphs

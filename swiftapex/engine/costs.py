@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from swiftapex.config.schema import EngineConfig
 from swiftapex.cost_model import CostModel
 from swiftapex.costs.analytic import AnalyticCostModel, default_rates
 from swiftapex.costs.correction import CorrectedCostModel
+from swiftapex.costs.doubts import REMEDY, doubts
 from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.executor.base import Executor
 from swiftapex.kv.sizing import KVSizes
@@ -23,6 +25,8 @@ from swiftapex.profiler import store
 from swiftapex.profiler.fingerprint import fingerprint
 from swiftapex.profiler.measure import Points, profile
 from swiftapex.profiler.probe import Probe
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.3  # of one measurement; some 200 of them make a profile
 
@@ -55,9 +59,9 @@ class ProfiledEngine:
     max_model_len: int
     executor: Executor
 
-    def cost_model(self, uses_cpu: bool) -> CostModel:
+    def cost_model(self, uses_cpu: bool) -> tuple[CostModel, tuple[str, ...]]:
         """As `engine.profile` says; see EngineConfig. Auto reads what was measured before, and
-        measures nothing itself."""
+        measures nothing itself. With what users should know of the profile."""
         asked = self.engine.profile
         auto = asked == "auto" and self.engine.device == "cuda"
         found: store.Profile | None = None
@@ -67,9 +71,14 @@ class ProfiledEngine:
             found = store.read(Path(asked), self.fingerprint())
         if found is None and asked in ("auto", "off"):
             cpu_dtype = self.sizes.cpu_dtype
-            return default_cost_model(self.config, self.dtype, cpu_dtype, self.engine, uses_cpu)
-        measured = MeasuredCostModel((found or self.measure()).tables)
-        return CorrectedCostModel(measured) if self.engine.online_correction else measured
+            dtype, engine = self.dtype, self.engine
+            return default_cost_model(self.config, dtype, cpu_dtype, engine, uses_cpu), ()
+        tables = (found or self.measure()).tables
+        measured = MeasuredCostModel(tables)
+        notes = tuple(f"In the profile, {doubt}; {REMEDY}." for doubt in doubts(tables))
+        for note in notes:
+            logger.warning("%s", note)
+        return CorrectedCostModel(measured) if self.engine.online_correction else measured, notes
 
     @property
     def folder(self) -> Path:

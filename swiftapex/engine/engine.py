@@ -28,8 +28,10 @@ from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.engine.admission import check_progress, check_prompt, fit_sampling
 from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.costs import ProfiledEngine
+from swiftapex.engine.gpu_bound import GpuBound
 from swiftapex.engine.stats import EngineStats, count, record_launch
 from swiftapex.engine.text import TextStream
+from swiftapex.engine.watch import Watch
 from swiftapex.executor import ExecutorFactory, make_executor
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.kv.sizing import check_host_room, kv_sizes, measures_gpu_kv
@@ -41,7 +43,6 @@ from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.state import SchedulerState
 
 Made = TypeVar("Made")
-_EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +86,27 @@ class Engine:
         sizes = kv_sizes(source.config, source.dtype, engine, self.max_model_len, uses_cpu)
         check_host_room(source.config, source.dtype, engine, sizes)
         self._executor = make_executor(model, source, engine, sizes, self.max_model_len, trace)
-        self.notes = self._executor.notes  # what users should know of how memory was had
+        self._memory_notes = self._executor.notes
         if measures_gpu_kv(engine):
             sizes, note = self._closing_on_error(
                 lambda: fit_gpu_kv(
                     self._executor, source.config, source.dtype, engine, sizes, self.max_model_len
                 )
             )
-            self.notes += (note,)
+            self._memory_notes += (note,)
         self._blocks = BlockManager(sizes.num_blocks, engine.block_size)
         self._queue = RequestQueue()
         limits = Limits(engine.max_batch_size, engine.max_tokens_in_batch, sizes.staging_blocks)
         self._state = SchedulerState(self._queue, self._blocks, limits)
+        self._gpu_bound = GpuBound(self._state, source.config.num_layers)
         self.profiled = ProfiledEngine(
             source.config, source.dtype, engine, sizes, self.max_model_len, self._executor
         )
-        self._cost_model = self._make_cost_model(uses_cpu)
+        self._cost_model, self._profile_notes = self._make_cost_model(uses_cpu)
         self._live: dict[int, Request] = {}
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
-        self._empty_steps = 0
+        self._watch = Watch(source.config.num_layers)
         self._cpu_decoded_tokens = 0
         self._launched: _Launched | None = None  # an iteration whose tokens are still to come
         self._changed: list[Request] = []  # by iterations that nobody asked for
@@ -112,6 +114,16 @@ class Engine:
         self._cpu_work: CpuWork | None = None  # of the CPU side until then
         self._touched = False  # whether KV that nobody has written has memory of its own
         self._dead: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know of how memory was had, and of the profile that is planned with."""
+        return self._memory_notes + self._profile_notes
+
+    @property
+    def gpu_bound(self) -> str | None:
+        """Why requests could not start on the CPU, though the policy uses it; None: all could."""
+        return self._gpu_bound.words()
 
     @property
     def has_work(self) -> bool:
@@ -154,6 +166,8 @@ class Engine:
             request = Request(request_id, prompt_ids, sampling, arrival_s)
             self._live[request_id] = request
             self._queue.add(request)
+            if self._policy.uses_cpu:
+                self._gpu_bound.note(request)
             if self.tokenizer is not None and (stream or sampling.stop):
                 self._streams[request_id] = TextStream(self.tokenizer, sampling.stop)
             return request
@@ -238,8 +252,9 @@ class Engine:
             self._drain()
             self._changed = []
             self._queue.forget_ended()
+            self._gpu_bound = GpuBound(self._state, self.model_config.num_layers)
             self.use_policy(policy, policy_args)
-            self._cost_model = self._make_cost_model(uses_cpu)
+            self._cost_model, self._profile_notes = self._make_cost_model(uses_cpu)
 
     def step_for(self, request: Request, seen: int) -> None:
         """Runs one iteration, unless the request has ended or has more than `seen` tokens by then
@@ -301,7 +316,7 @@ class Engine:
                 self._dead = "closed"
                 self._executor.close()
 
-    def _make_cost_model(self, uses_cpu: bool) -> CostModel:
+    def _make_cost_model(self, uses_cpu: bool) -> tuple[CostModel, tuple[str, ...]]:
         """May measure, which takes a while."""
         return self._closing_on_error(lambda: self.profiled.cost_model(uses_cpu))
 
@@ -323,6 +338,7 @@ class Engine:
         plan = self._policy.plan(self._state, self._cost_model)
         planned = time.perf_counter()
         result = self._execute(plan)
+        self._end_if(self._watch.forgotten(plan, result, self._live))
         self._book(plan, result)
         preemptions = self._state.num_preemptions - preemptions
         cpu_tokens = self._cpu_decoded_tokens - cpu_tokens
@@ -341,7 +357,8 @@ class Engine:
             waiting = self._queue.num_waiting
             self._trace.span("scheduler", "plan", start, planned, waiting=waiting)
         self.num_iterations += 1
-        self._watch(plan)
+        still = self._watch.standstill(plan, result, bool(self._live))
+        self._end_if(still and f"{still}; {self._whereabouts()}")
         changed = self._collect()
         self._launched = _Launched(plan, result, record)
         return changed if self._executor.runs_ahead else self._collect()
@@ -377,6 +394,12 @@ class Engine:
             what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
             raise EngineError(f"an iteration failed: {what}") from error
 
+    def _end_if(self, problem: str | None) -> None:
+        """Raises EngineError where there is one, after which the engine can only be closed."""
+        if problem is not None:
+            self._fail(f"broken: {problem}")
+            raise EngineError(problem)
+
     def _fail(self, reason: str) -> None:
         self._dead = reason
         for request in list(self._live.values()):
@@ -411,6 +434,7 @@ class Engine:
         except Exception as error:
             self._fail(f"broken: {type(error).__name__}: {error}")
             raise EngineError(f"an iteration failed: {type(error).__name__}: {error}") from error
+        self._end_if(self._watch.without_token(launched.plan, launched.result, tokens))
         now = time.perf_counter()
         end = now if tokens.done_s is None else tokens.done_s
         begin = max(launched.record.start_s, self._last_end_s)
@@ -469,17 +493,11 @@ class Engine:
         if stream is not None:
             stream.end()
 
-    def _watch(self, plan: StepPlan) -> None:
-        """Raises EngineError after many iterations in a row that computed nothing."""
-        idle = plan.is_empty and not self._state.anything_in_flight
-        self._empty_steps = self._empty_steps + 1 if idle and self._live else 0
-        if self._empty_steps >= _EMPTY_STEPS:
-            heads = [
-                f"request {r.request_id}: {r.state.value}, {r.num_tokens} tokens, "
-                f"{r.num_computed} computed, {len(self._blocks.owned(r.request_id))} blocks"
-                for r in list(self._live.values())[:8]
-            ]
-            self._fail("stuck")
-            raise EngineError(
-                f"no progress in {_EMPTY_STEPS} iterations: {self.stats()}; " + "; ".join(heads)
-            )
+    def _whereabouts(self) -> str:
+        """Of blocks and of the first requests."""
+        heads = [
+            f"request {r.request_id}: {r.state.value}, {r.num_tokens} tokens, "
+            f"{r.num_computed} computed, {len(self._blocks.owned(r.request_id))} blocks"
+            for r in list(self._live.values())[:8]
+        ]
+        return "; ".join((str(self.stats()), *heads))

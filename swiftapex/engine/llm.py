@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -96,6 +97,7 @@ class LLM:
 
         prompts: one or several, each text or token ids. sampling: one for all, or one per prompt.
         A prompt that is refused gives an output with finish_reason "error"; the others go on.
+        Ctrl-C during an iteration ends all open requests and the engine, which can only be closed.
         """
         several = _as_prompts(prompts)
         params = SamplingParams() if sampling is None else sampling
@@ -152,20 +154,29 @@ class LLM:
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, chat: bool = False
     ) -> AsyncIterator[StreamChunk]:
-        """`stream` for asyncio: iterations run in a thread, the event loop stays free."""
+        """`stream` for asyncio: iterations run in threads, the event loop stays free.
+
+        Cancelling the task aborts the request once the iteration under way has ended.
+        """
         chunks = self.stream(prompt, sampling, chat=chat)
-        coming: asyncio.Future[StreamChunk | None] | None = None
+        loop, one_at_a_time = asyncio.get_running_loop(), threading.Lock()
+
+        def advance() -> StreamChunk | None:
+            with one_at_a_time:
+                return next(chunks, None)
+
+        def close() -> None:
+            with one_at_a_time:  # however often the task is cancelled, after `advance`
+                chunks.close()  # type: ignore[attr-defined]
+
         try:
-            while True:
-                coming = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
-                chunk = await asyncio.shield(coming)  # a thread cannot be cancelled
+            while True:  # not in a task, which the loop's end would cancel while its thread goes on
+                chunk = await asyncio.shield(loop.run_in_executor(None, advance))
                 if chunk is None:
                     return
                 yield chunk
         finally:
-            if coming is not None:
-                await asyncio.wait([coming])
-            await asyncio.to_thread(chunks.close)  # type: ignore[attr-defined]
+            await asyncio.shield(loop.run_in_executor(None, close))
 
     def abort(self, request_id: int) -> None:
         """Ends a request in whatever state it is."""

@@ -99,7 +99,8 @@ class ServingBench:
                 if engine.has_work:
                     engine.step()
         totals = stats.gpu_blocks_total, stats.cpu_blocks_total
-        return RunResult(plan, log, *totals, take_snapshots(self.trace), engine.notes)
+        pictures = take_snapshots(self.trace)
+        return RunResult(plan, log, *totals, pictures, engine.notes, engine.gpu_bound)
 
     def close(self) -> None:
         engine, self._engine, self._key = self._engine, None, ""

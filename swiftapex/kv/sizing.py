@@ -95,6 +95,12 @@ def kv_sizes(
     return KVSizes(gpu - taken, cpu, staging, cpu_dtype)
 
 
+def gpu_tokens_for_staging(staging_blocks: int, num_layers: int, block_size: int) -> int:
+    """The least `gpu.kv_tokens` with which the staging area has so many blocks."""
+    share = -(-staging_blocks * STAGING_DEPTH // num_layers)
+    return (share * _STAGING_SHARE if share > 1 else 1) * block_size
+
+
 def check_host_room(config: ModelConfig, dtype: str, engine: EngineConfig, sizes: KVSizes) -> None:
     """ConfigError where the host has no room for what these sizes put there: the CPU's KV and, on
     devices that compute on the host, the GPU side's. See `check_host_memory`."""

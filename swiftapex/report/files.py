@@ -25,7 +25,8 @@ from swiftapex.workloads.replay import RequestOutcome, RunLog
 @dataclass(frozen=True)
 class RunResult:
     """A run that was measured. Block totals are those of the engine's two sides; `snapshots` are
-    iterations to make pictures of; `notes` tell how the engine's memory was had."""
+    iterations to make pictures of; `notes` tell how the engine's memory was had, and of its
+    profile; `gpu_bound`: why requests could not start on the CPU."""
 
     plan: RunPlan
     log: RunLog
@@ -33,6 +34,7 @@ class RunResult:
     cpu_blocks: int
     snapshots: tuple[Snapshot, ...] = ()
     notes: tuple[str, ...] = ()
+    gpu_bound: str | None = None
 
     def summary(self) -> dict[str, Any]:
         """The run's entry in `summary.json`."""

@@ -127,7 +127,7 @@ def _details(result: RunResult) -> dict[str, Any]:
     return {
         "title": label(result.summary()),
         "words": what_happened(result.log.iterations),
-        "why": why(result.log.iterations),
+        "why": " ".join(filter(None, (why(result.log.iterations), result.gpu_bound))),
         "plots": _run_plots(result),
         "pictures": [
             (CAPTIONS.get(s.pipeline, s.pipeline), plots.figure_svg(pipeline_picture(s)))
