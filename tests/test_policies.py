@@ -517,8 +517,8 @@ def test_filling_the_cpu_costs_only_what_its_prompts_would_not_cost_later() -> N
 
 
 def test_parked_decodes_are_gone_on_with_where_more_would_gain_little() -> None:
-    """Of a pass's 4 (100 + n) µs a parked decode takes a fifth of a row's: more always yield more,
-    but the last hundreds only a percent."""
+    """A row and a token of prompt take 4 µs of a pass each, reading the weights another 4: that is
+    shared by the more, the more decodes are parked, but of a hundred it is little already."""
     cost = ConstantCostModel(
         num_layers=4, linear_fixed=1, linear_row=1, gpu_token=0, cpu_token=0.01
     )

@@ -104,8 +104,8 @@ class ModelBased(Policy):
         return state.step_plan(ASYMMETRIC, [first, second], (), predicted, us, sides)
 
     def _compare(self, state: SchedulerState, cost: CostModel) -> None:
-        """Chooses the strategy for the next iterations, with the requests that are on the CPU or
-        with as many as it could get, whichever is worth more."""
+        """Chooses the strategy for the next iterations, each with the number of requests on the CPU
+        that is worth most: of those that are there, all that it could get, and some between."""
         mix = steady.Mix.of(state)
         self._yields = found = {GPU_ONLY: steady.gpu_only(cost, mix)}
         if mix.cpu_decodes:
@@ -129,9 +129,9 @@ class ModelBased(Policy):
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
         """Tokens of prefill in an iteration: as many as its tokens ask for, and up to twice as many
         while the CPU holds fewer requests than the strategy takes, a little fewer while it holds
-        more, as there is no hurry to drain it. All
-        there are where it takes every CPU decode and no request waits: prompts spread over many
-        iterations would then hide nothing, and their requests are missing meanwhile."""
+        more, as there is no hurry to drain it. All there are where it takes every CPU decode and no
+        request waits: prompts spread over many iterations would then hide nothing, and their
+        requests are missing meanwhile."""
         found, on_cpu = self._yields[strategy], state.running_on(Placement.CPU)
         if found.taken >= on_cpu > 0 and not state.queue.num_waiting:
             return state.limits.max_tokens_in_batch

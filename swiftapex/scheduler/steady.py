@@ -70,10 +70,10 @@ class Mix:
         prompt_share = state.queue.prompt_share() if prompts else 0.0
         most = state.limits.max_tokens_in_batch
         rows = min(state.limits.max_batch_size, most)
-        output = each / (prompt_share + 0.5)
-        known = output * (waiting + state.queue.num_running / 2)
-        coming = output * state.queue.num_came_later
-        return Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, known, coming, cpu)
+        mix = Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, on_cpu=cpu)
+        known = mix.output * (waiting + state.queue.num_running / 2)
+        coming = mix.output * state.queue.num_came_later
+        return replace(mix, known_tokens=known, coming_tokens=coming)
 
     @property
     def output(self) -> float:
@@ -191,14 +191,10 @@ def _halves(cost: CostModel, mix: Mix, chunk: int, taken: int) -> tuple[Load, Lo
 def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
     """All CPU decodes that there can be, or fewer, or those there are if they yield nearly as much:
     then neither filling the CPU nor draining it gains anything."""
-
-    def with_parked(number: int) -> Steady:
-        return _one_batch(cost, mix, number, cohorts)
-
     numbers = [mix.cpu_decodes, *_fewer(mix, mix.cpu_decodes)]
-    found = [with_parked(number) for number in numbers]
-    best = _best(found)
-    present = with_parked(min(mix.on_cpu, mix.cpu_decodes)) if mix.on_cpu else best
+    found = {number: _one_batch(cost, mix, number, cohorts) for number in numbers}
+    best = _best(found.values())
+    present = found.get(min(mix.on_cpu, mix.cpu_decodes), best)
     return replace(present if present.worth >= _NEARLY * best.worth else best, worth=best.worth)
 
 
