@@ -149,12 +149,17 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     found = []
     for regime in args.regimes:
         for output in args.outputs:
-            for repeat in range(max(args.repeats, args.repeats_of_others, 2)):
-                for strategy in (s for s in STRATEGIES if s in args.strategies):
-                    cell = Cell(regime, output, strategy, repeat)
-                    wanted = args.repeats_of_others if strategy in OTHERS else args.repeats
-                    if repeat < max(wanted, len(cell.starts)):
-                        found.append(cell)
+            windows = {
+                strategy: max(
+                    args.repeats_of_others if strategy in OTHERS else args.repeats,
+                    len(Cell(regime, output, strategy, 0).starts),
+                )
+                for strategy in STRATEGIES
+                if strategy in args.strategies
+            }
+            for repeat in range(max(windows.values())):
+                wanted = [strategy for strategy, count in windows.items() if repeat < count]
+                found += [Cell(regime, output, strategy, repeat) for strategy in wanted]
     return found
 
 
