@@ -14,10 +14,11 @@ from swiftapex.report.progress import ProgressBar
 from swiftapex.report.snapshots import take_snapshots
 from swiftapex.workloads.build import build_workload
 from swiftapex.workloads.energy import energy_meter
-from swiftapex.workloads.replay import replay
+from swiftapex.workloads.replay import RunLog, replay
 
 if TYPE_CHECKING:
     from swiftapex.engine.engine import Engine
+    from swiftapex.engine.stats import EngineStats
 
 EngineFactory = Callable[[RunPlan, TraceRecorder], "Engine"]
 
@@ -57,6 +58,13 @@ def measure(
         stats = engine.stats()
     finally:
         engine.close()
+    return run_result(plan, log, engine, stats, trace), trace
+
+
+def run_result(
+    plan: RunPlan, log: RunLog, engine: Engine, stats: EngineStats, trace: TraceRecorder
+) -> RunResult:
+    """What a run gave, which `engine` had served; it may be closed since `stats` were taken."""
     totals = stats.gpu_blocks_total, stats.cpu_blocks_total
     pictures = take_snapshots(trace)
-    return RunResult(plan, log, *totals, pictures, engine.notes, engine.gpu_bound), trace
+    return RunResult(plan, log, *totals, pictures, engine.notes, engine.gpu_bound)

@@ -19,7 +19,7 @@ from typing import Any
 from swiftapex.backends import check_settings
 from swiftapex.config.explain import nearest
 from swiftapex.config.load import Experiment, RunPlan, load_experiment
-from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError
+from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError, some_of
 from swiftapex.core.plugins import load_class
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.checks import check_supported, max_model_len
@@ -246,7 +246,8 @@ def _print_plan(experiment: Experiment, here: bool) -> None:
     for plan in experiment.runs:
         print(f"  {plan.folder}: policy {plan.policy}")
     for what, names in _lacking(experiment.runs).items() if here else ():
-        of = _some(names) if len(names) < len(experiment.runs) else "every run"
+        some = f"run{'s' * (len(names) > 1)} {some_of(names, 4)}"
+        of = some if len(names) < len(experiment.runs) else "every run"
         print(f"On this machine it would fail ({of}): {what}")
     print("Nothing was run (--dry-run).")
 
@@ -259,11 +260,6 @@ def _lacking(plans: Sequence[RunPlan]) -> dict[str, list[str]]:
             for what in lacking(open_model(plan.model), plan.engine, _uses_cpu(plan)):
                 found.setdefault(what, []).append(plan.folder)
     return found
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" * (len(names) > most)
-    return f"run{'s' * (len(names) > 1)} {', '.join(names[:most])}{more}"
 
 
 def _say(text: str) -> None:

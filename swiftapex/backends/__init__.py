@@ -51,12 +51,14 @@ class Backends:
 
 def check_settings(engine: EngineConfig, with_cpu_side: bool) -> None:
     """ConfigError for settings that the device cannot have, on whatever machine."""
-    device, kv_dtype = engine.device, engine.cpu.kv_dtype
-    if device == "reference" and with_cpu_side and kv_dtype == "int8":
+    if not with_cpu_side:
+        return
+    device, is_int8 = engine.device, engine.cpu.kv_dtype == "int8"
+    if device == "reference" and is_int8:
         raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
-    if device == "cuda" and with_cpu_side and kv_dtype == "int8":
+    if device == "cuda" and is_int8:
         raise ConfigError("engine.cpu.kv_dtype: int8 cannot be copied from a GPU yet")
-    if device == "cuda" and with_cpu_side and engine.block_size % 16 != 0:
+    if device == "cuda" and engine.block_size % 16 != 0:
         raise ConfigError(
             f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of 16 "
             "with device cuda"

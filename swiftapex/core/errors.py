@@ -1,5 +1,7 @@
 """The errors that reach a user. Each message says what was wrong, where, and what was expected."""
 
+from collections.abc import Sequence
+
 
 class SwiftapexError(Exception):
     """Base of every error that swiftapex raises on purpose."""
@@ -19,3 +21,8 @@ class RequestError(SwiftapexError):
 
 class EngineError(SwiftapexError):
     """The engine cannot go on (no progress, a worker died, it was closed)."""
+
+
+def some_of(items: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first ones for a message, and how many more there are."""
+    return between.join(items[:most]) + f" and {len(items) - most} more" * (len(items) > most)

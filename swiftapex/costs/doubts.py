@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from swiftapex.core.errors import some_of
 from swiftapex.costs.tables import Grid, Line, Tables
 
 REMEDY = "measure it anew while the machine is idle: python -m swiftapex.profile EXP.yaml --redo"
@@ -37,10 +38,9 @@ def doubts(tables: Tables) -> list[str]:
 def _sentence(name: str, count: int, points: Sequence[str]) -> str:
     if len(points) == count:
         return f"{name}: no time was left at any of {count} points: this counts as nothing"
-    more = f" and {len(points) - _MOST_POINTS} more" * (len(points) > _MOST_POINTS)
-    shown = "; ".join(points[:_MOST_POINTS])
+    shown = some_of(points, _MOST_POINTS, "; ")
     return (
-        f"{name}: no time was left at {len(points)} of {count} points ({shown}{more}): what is "
+        f"{name}: no time was left at {len(points)} of {count} points ({shown}): what is "
         "read there comes from the points beside them"
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 
+from swiftapex.core.errors import some_of
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
 
 _EMPTY_STEPS = 100  # iterations in a row that compute nothing while requests wait: no progress
@@ -97,7 +98,5 @@ def _new(plan: StepPlan) -> set[int]:
 
 def _requests(ids: Iterable[int]) -> str:
     """Their ids in words, the first ones."""
-    known = sorted(ids)
-    shown = ", ".join(map(str, known[:_MOST_IDS]))
-    more = f" and {len(known) - _MOST_IDS} more" * (len(known) > _MOST_IDS)
-    return f"request{'s' * (len(known) > 1)} {shown}{more}"
+    known = [str(request_id) for request_id in sorted(ids)]
+    return f"request{'s' * (len(known) > 1)} {some_of(known, _MOST_IDS)}"

@@ -15,11 +15,10 @@ from swiftapex.config.schema import WindowConfig
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.figures.spec import FigureConfig, PointConfig, X
-from swiftapex.measure import EngineFactory, make_engine
+from swiftapex.measure import EngineFactory, make_engine, run_result
 from swiftapex.peers.run import measure_peer
 from swiftapex.policies import make_policy
 from swiftapex.report.files import RunResult
-from swiftapex.report.snapshots import take_snapshots
 from swiftapex.run_experiment import check_runs
 from swiftapex.workloads.build import build_workload
 from swiftapex.workloads.energy import energy_meter
@@ -98,9 +97,7 @@ class ServingBench:
             for _ in range(_PICTURED):
                 if engine.has_work:
                     engine.step()
-        totals = stats.gpu_blocks_total, stats.cpu_blocks_total
-        pictures = take_snapshots(self.trace)
-        return RunResult(plan, log, *totals, pictures, engine.notes, engine.gpu_bound)
+        return run_result(plan, log, engine, stats, self.trace)
 
     def close(self) -> None:
         engine, self._engine, self._key = self._engine, None, ""
