@@ -189,16 +189,15 @@ struct BlockRunner {
         return (size + Prefetch::kGroup - 1) / Prefetch::kGroup;
     }
 
-    // While `plane`, K or V, is read: half of this tile's part of the next planes, each of which
-    // is fetched from two places.
+    // While `plane`, K or V, is read: a half of this tile's part of the next K plane, and of the V
+    // plane.
     [[gnu::always_inline]] Prefetch ahead(const T* plane, int steps) const {
         const int groups = next != nullptr ? part_groups(next_tokens) : 0;
-        const int half = groups * Prefetch::kGroup / 2;  // of a plane
+        const int half = groups * Prefetch::kGroup / 2;
         const char* next_k = reinterpret_cast<const char*>(next) + part_begin(next_tokens, tile) +
-                             (plane == k ? 0 : half / 2);
+                             (plane == k ? 0 : half);
         const char* next_v = next_k + (v - k) * int64_t(sizeof(T));
-        return Prefetch::over({next_k, next_k + half, next_v, next_v + half}, groups,
-                              near(plane, plane == k ? v : next), steps);
+        return Prefetch::over({next_k, next_v}, groups, near(plane, plane == k ? v : next), steps);
     }
 
     // after: the plane that is read after `plane`, or null.

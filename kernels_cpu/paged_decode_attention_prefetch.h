@@ -7,14 +7,15 @@ namespace swiftapex::SWIFTAPEX_ISA {
 
 // Fetches memory a few lines at a time, spread over the steps of a loop.
 //
-// `far`: the next tile, from memory into the second-level cache. Its lines are requested from four
-// places in turn: a hardware prefetcher follows each of them within its page, and together they
-// keep more requests on their way than one core has line buffers for.
+// `far`: the next tile, from memory into the second-level cache. Its lines are requested from two
+// places in turn, in its K plane and in its V plane: a hardware prefetcher follows each of them
+// within its page, and together they keep more requests on their way than one core has line buffers
+// for.
 // `near`: what is read kNearBytes later, on its way into the first-level cache: the rest of this
 // plane, then the beginning of the one that follows. Fetching from memory straight into that cache
 // leaves memory idle, for want of line buffers.
 struct Prefetch {
-    static constexpr int kStreams = 4;
+    static constexpr int kStreams = 2;
     static constexpr int kGroup = kStreams * 64;  // bytes that are fetched at once
     static constexpr int kNearBytes = 32 * 64;
 
@@ -33,8 +34,12 @@ struct Prefetch {
                          int steps) {
         const int groups = far_groups > near.groups ? far_groups : near.groups;
         if (steps == 0 || groups == 0) return {{}, 0, {}, 0, 0, 0};
-        return {{far[0], far[1], far[2], far[3]},    far_groups, near, (groups + steps - 1) / steps,
-                steps > groups ? steps / groups : 1, 1};
+        return {{far[0], far[1]},
+                far_groups,
+                near,
+                (groups + steps - 1) / steps,
+                steps > groups ? steps / groups : 1,
+                1};
     }
 
     [[gnu::always_inline]] void step() {
