@@ -105,17 +105,21 @@ void bind_attention(py::module_& module) {
         [](int dtype, int kv_dtype, Address q, Address kv, Address block_table,
            Address context_lens, Address out, Address workspace, Count n, Count q_heads,
            Count kv_heads, Count head_dim, Count block_size, Count table_stride, Count q_stride,
-           Count out_stride, float scale, Count num_ctas, Address stream) {
-            decode_attention(
-                dtype, kv_dtype, pointer<const void>(q), pointer<const void>(kv),
-                pointer<const int32_t>(block_table), pointer<const int32_t>(context_lens),
-                pointer<void>(out), pointer<void>(workspace), n, q_heads, kv_heads, head_dim,
-                block_size, table_stride, q_stride, out_stride, scale, num_ctas, stream_of(stream));
+           Count out_stride, float scale, Count num_ctas, Address plan, bool is_planned,
+           Address stream) {
+            decode_attention(dtype, kv_dtype, pointer<const void>(q), pointer<const void>(kv),
+                             pointer<const int32_t>(block_table),
+                             pointer<const int32_t>(context_lens), pointer<void>(out),
+                             pointer<void>(workspace), n, q_heads, kv_heads, head_dim, block_size,
+                             table_stride, q_stride, out_stride, scale, num_ctas,
+                             pointer<void>(plan), is_planned, stream_of(stream));
         },
         ReleaseGil(), arg("dtype"), arg("kv_dtype"), arg("q"), arg("kv"), arg("block_table"),
         arg("context_lens"), arg("out"), arg("workspace"), arg("n"), arg("q_heads"),
         arg("kv_heads"), arg("head_dim"), arg("block_size"), arg("table_stride"), arg("q_stride"),
-        arg("out_stride"), arg("scale"), arg("num_ctas"), arg("stream"));
+        arg("out_stride"), arg("scale"), arg("num_ctas"), arg("plan"), arg("is_planned"),
+        arg("stream"));
+    module.def("decode_attention_plan_bytes", &decode_attention_plan_bytes, arg("num_ctas"));
     module.def("set_capability_cap", &set_capability_cap, arg("capability"),
                "decode_attention uses no kernel for newer GPUs than this; 0: no cap.");
     module.def("decode_attention_workspace", &decode_attention_workspace, arg("n"), arg("q_heads"),

@@ -15,6 +15,11 @@ std::atomic<int> cap{0};
 void set_capability_cap(int capability) { cap.store(capability); }
 int capability_cap() { return cap.load(); }
 
+int64_t decode_attention_plan_bytes(int64_t num_ctas) {
+    require(num_ctas >= 1 && num_ctas <= kMaxCtas, "decode_attention_plan_bytes: bad num_ctas");
+    return num_ctas * kMaxWarps * int64_t{sizeof(PlannedPiece)};
+}
+
 int64_t decode_attention_workspace(int64_t n, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                                    int64_t num_ctas) {
     require(n >= 0 && kv_heads >= 1 && q_heads >= kv_heads && q_heads % kv_heads == 0 &&
@@ -28,7 +33,8 @@ void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
                       const int32_t* block_table, const int32_t* context_lens, void* out,
                       void* workspace, int64_t n, int64_t q_heads, int64_t kv_heads,
                       int64_t head_dim, int64_t block_size, int64_t table_stride, int64_t q_stride,
-                      int64_t out_stride, float scale, int64_t num_ctas, cudaStream_t stream) {
+                      int64_t out_stride, float scale, int64_t num_ctas, void* plan,
+                      bool is_planned, cudaStream_t stream) {
     require(n >= 0 && n < (int64_t{1} << 24) && kv_heads >= 1 && q_heads >= kv_heads &&
                 q_heads % kv_heads == 0 && q_heads / kv_heads <= kMaxGroup && q_heads <= 65536,
             "decode_attention: bad rows or heads, or a group of more than 16");
@@ -42,6 +48,8 @@ void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
     require(dtype >= kFloat32 && dtype <= kBFloat16, "decode_attention: unknown dtype");
     require(aligned(16, kv, workspace),
             "decode_attention: kv and workspace need 16-byte alignment");
+    require(aligned(64, plan) && (plan != nullptr || !is_planned),
+            "decode_attention: a plan needs 64-byte alignment, and to be there");
     if (n == 0) return;
     constexpr double kLog2E = 1.4426950408889634;
     DecodeArgs args{};
@@ -61,6 +69,8 @@ void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
     args.head_dim = static_cast<int>(head_dim);
     args.block_size = static_cast<int>(block_size);
     args.dtype = dtype;
+    args.plan = static_cast<PlannedPiece*>(plan);
+    args.is_planned = is_planned;
     args.block_shift = -1;
     for (int shift = 0; shift <= 16; ++shift) {
         if (block_size == int64_t{1} << shift) args.block_shift = shift;

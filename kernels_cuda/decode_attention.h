@@ -15,6 +15,9 @@ namespace swiftapex {
 //   out           [n, q_heads, head_dim] of dtype, rows out_stride apart
 //   workspace     decode_attention_workspace() bytes, zeroed once, for one stream at a time. One
 //                 that is large enough serves any call.
+//   plan          decode_attention_plan_bytes(), or null: who computes what. is_planned: as an
+//                 earlier call has left it, of another layer, with the same contexts, block table
+//                 and sizes, and at least one other kernel between the two that is no such call.
 // The grid is num_ctas thread blocks, whatever the contexts: they divide the work between them on
 // the device (decode_attention_plan.cuh), so that a captured graph stays balanced when the contexts
 // change. One block fills a multiprocessor: num_ctas is best the number of multiprocessors.
@@ -29,11 +32,14 @@ void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
                       const int32_t* block_table, const int32_t* context_lens, void* out,
                       void* workspace, int64_t n, int64_t q_heads, int64_t kv_heads,
                       int64_t head_dim, int64_t block_size, int64_t table_stride, int64_t q_stride,
-                      int64_t out_stride, float scale, int64_t num_ctas, cudaStream_t stream);
+                      int64_t out_stride, float scale, int64_t num_ctas, void* plan,
+                      bool is_planned, cudaStream_t stream);
 
 // Kernels for newer GPUs than this compute capability (10 * major + minor) are left alone, in the
 // whole process; 0: no cap. For tests and comparisons.
 void set_capability_cap(int capability);
+
+int64_t decode_attention_plan_bytes(int64_t num_ctas);
 
 int64_t decode_attention_workspace(int64_t n, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
                                    int64_t num_ctas);

@@ -13,6 +13,17 @@ constexpr int kMaxGroup = 16;    // q heads of a KV head
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxWarps = 16;  // of a thread block
 constexpr int kMaxCtas = 4096;
+constexpr int kMaxStages = 4;
+
+// What a warp has to do, kept from one layer of a pass to the next. The fields are those of Piece.
+struct alignas(64) PlannedPiece {
+    int32_t cut_length, cut_longer;
+    int32_t begin, end, warp_begin, warp_end;
+    int32_t row, head, context, start;  // of its first segment
+    int32_t has_empty_rows;
+    int32_t newest;            // bit i: its tile i, of the first ones, has a row's newest token
+    int32_t rows[kMaxStages];  // of the KV, where K of these tiles begins; -1: no tile
+};
 
 struct DecodeArgs {
     CUtensorMap kv_map;  // of decode_attention_tma alone
@@ -27,11 +38,14 @@ struct DecodeArgs {
     int64_t table_stride, q_stride, out_stride;
     int n, kv_heads, group, head_dim, block_size, dtype;
     float scale_log2;
-    int block_shift;  // log2 of block_size, -1 if it is no power of two
-    int splits;       // parts in which a group is taken, each reading K and V once
-    int heads;        // q heads of such a part
-    int stages;       // tiles of a warp in shared memory
-    int warp_bytes;   // of a warp's stages, and its slot if that has a place of its own
+    int block_shift;     // log2 of block_size, -1 if it is no power of two
+    int splits;          // parts in which a group is taken, each reading K and V once
+    int heads;           // q heads of such a part
+    int stages;          // tiles of a warp in shared memory
+    int warp_bytes;      // of a warp's stages, and its slot if that has a place of its own
+    int permuted;        // bits of the head that permute the places of its sums; see place_in_slot
+    PlannedPiece* plan;  // [num_ctas][kMaxWarps], or null
+    bool is_planned;     // by an earlier call: else this one does it
 };
 
 // A partial result: [heads][head_dim] sums, then [heads] maxima, then [heads] sums of weights.

@@ -31,6 +31,7 @@ struct FmaTile {
     }
 
     static constexpr int kCapability = 0;
+    static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
     static constexpr int kMergeHeads = 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
@@ -45,7 +46,7 @@ struct FmaTile {
         token_step = 32 / chunks, chunk_step = 32 % chunks;
     }
 
-    __device__ void start(const DecodeArgs& args, Cursor& cursor) {
+    __device__ void start(const DecodeArgs& args, Cursor& cursor, PlannedPiece*) {
         for (int i = 0; i < args.stages; ++i) {
             copy(args, stages + i * stage_bytes(args.head_dim), cursor);
         }

@@ -61,10 +61,15 @@ __device__ inline void wait_copies(int pending) {
 // The lengths, the block table and all KV but a row's newest token are read while the kernel before
 // this one may still run: a Tile that is launched so waits before it reads the newest ones.
 //
-// Tile: start(args, cursor) begins to read ahead; load_queries(args, segment), before begin(args)
-// goes over to that segment; step(args, valid, cursor) adds the tile that was read first and reads
-// ahead. Then output(args, segment) writes the result, or finish(args, slot) leaves the warp's
-// sums. A tile has its warp's memory for itself until it leaves its sums at the beginning of it.
+// What each warp has to do is found by the first call of a pass and kept for those of other layers,
+// where a Tile can (kKeepsPlan): their first reads of KV then wait for one read, not for three.
+//
+// Tile: start(args, cursor, kept) begins to read ahead, and notes what it reads if `kept` is not
+// null; start_planned(args, planned) does so by these notes. load_queries(args, segment), before
+// begin(args) goes over to that segment; step(args, valid, cursor) adds the tile that was read
+// first and reads ahead. Then output(args, segment) writes the result, or finish(args, slot) leaves
+// the warp's sums. A tile has its warp's memory for itself until it leaves its sums at the
+// beginning of it.
 template <class Tile>
 __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     extern __shared__ __align__(kStageAlignment) char shared[];
@@ -72,7 +77,18 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     const int warp = threadIdx.x / 32;
 
     Tile tile(args, area.own_memory(args), area.barriers + warp * kMaxStages);
-    const Piece piece = find_piece(args);
+    PlannedPiece* const kept = args.plan + blockIdx.x * kMaxWarps + warp;
+    const bool is_planned = Tile::kKeepsPlan && args.is_planned;
+    const bool keeps = Tile::kKeepsPlan && args.plan != nullptr && threadIdx.x % 32 == 0;
+    Piece piece;
+    if (is_planned) {
+        const PlannedPiece planned = load_planned(kept);
+        piece = piece_of(planned);
+        if constexpr (Tile::kKeepsPlan) tile.start_planned(args, planned);
+    } else {
+        piece = find_piece(args);
+        if (keeps) keep_piece(piece, kept);
+    }
     if (threadIdx.x % 32 < 2) area.segments[2 * warp + threadIdx.x % 32].tiles = 0;
     __syncwarp();
     if (piece.warp_begin == piece.warp_end) {
@@ -80,7 +96,11 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         let_next_kernel_start();
     } else {
         Cursor cursor(args, piece);
-        tile.start(args, cursor);
+        if (is_planned) {
+            for (int i = 0; i < args.stages && cursor.valid(); ++i) cursor.move(args);
+        } else {
+            tile.start(args, cursor, keeps ? kept : nullptr);
+        }
         wait_for_kernel_before();
         let_next_kernel_start();
         int unit = piece.warp_begin;
@@ -113,7 +133,8 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         }
     }
     if (piece.has_empty_rows) zero_empty_rows(args);
-    if (piece.begin < piece.end) merge_piece<Tile::kMergeHeads>(args, piece, area);
+    if (piece.begin < piece.end)
+        merge_piece<Tile::kMergeHeads, Tile::kWarps <= 12 ? 4 : 2>(args, piece, area);
 }
 
 // Not compiled for GPUs on which it is never launched.

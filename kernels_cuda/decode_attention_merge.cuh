@@ -16,7 +16,6 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-constexpr int kMaxStages = 4;
 constexpr int kStageAlignment = 1024;  // what the tensor memory accelerator's swizzle wants
 
 // What the warps of a block leave for its end. Slot 2w is for the segment that warp w has from the
@@ -50,6 +49,12 @@ struct MergeArea {
         return args.warp_partials + warp * slot_floats(args.heads, args.head_dim);
     }
 };
+
+// Where a slot has four dims of a head, in such fours. Those of two heads lie apart by whole rows
+// of banks, and lanes store sums of eight heads at once: so they are permuted.
+__device__ inline int place_in_slot(const DecodeArgs& args, int head, int quad) {
+    return head * (args.head_dim / 4) + (quad ^ (head & args.permuted));
+}
 
 // Four neighbouring elements of the output.
 __device__ inline void store_out(const DecodeArgs& args, int64_t offset, float4 x) {
@@ -101,8 +106,8 @@ __device__ inline void store_whole(const DecodeArgs& args, const Segment& segmen
 
 // The slots (a mask), all of one segment, to the output, or, if other blocks have parts of it too,
 // to the workspace. By `warps` warps, of which this one is number `warp`: each takes whole heads,
-// kHeads of two slots at once, as those in the workspace take a while to arrive.
-template <int kHeads>
+// kHeads of kSlots slots at once, as those in the workspace take a while to arrive.
+template <int kHeads, int kSlots>
 __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
                                    const MergeArea& area, unsigned slots, int warp, int warps) {
     const Segment segment = area.segments[__ffs(slots) - 1];
@@ -114,7 +119,6 @@ __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
     const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
     float* partial = args.partials + (2 * int64_t{blockIdx.x} + starts_here) * slot;
 
-    constexpr int kSlots = 2;
     const auto merge = [&](int first, int quad) {
         float maximum[kHeads], weight[kHeads];
         float4 sum[kHeads];
@@ -135,7 +139,8 @@ __device__ inline void merge_slots(const DecodeArgs& args, const Piece& piece,
                     if (!exists || head >= heads.count) continue;
                     maxima[j][i] = of_warp[scalars + head];
                     weights[j][i] = of_warp[scalars + args.heads + head];
-                    sums[j][i] = reinterpret_cast<const float4*>(of_warp)[head * quads + quad];
+                    const int place = place_in_slot(args, head, quad);
+                    sums[j][i] = reinterpret_cast<const float4*>(of_warp)[place];
                 }
             }
 #pragma unroll
@@ -255,8 +260,9 @@ __device__ inline void merge_blocks(const DecodeArgs& args, const Segment& segme
     }
 }
 
-// By the whole block, once its warps have left what they have in the area.
-template <int kHeads>
+// By the whole block, once its warps have left what they have in the area. kSlots: of a head, where
+// each warp has one at most.
+template <int kHeads, int kSlots>
 __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
                                    const MergeArea& area) {
     __syncthreads();
@@ -276,7 +282,12 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         if (i != mine) continue;
         mine += warps;
         const unsigned next = rest & (0u - rest);  // bit of the next segment; 0: there is none
-        merge_slots<kHeads>(args, piece, area, all & (next - 1) & (0u - begin), warp % team, team);
+        const unsigned slots = all & (next - 1) & (0u - begin);
+        if (args.heads <= team) {
+            merge_slots<1, kSlots>(args, piece, area, slots, warp % team, team);
+        } else {
+            merge_slots<kHeads, 2>(args, piece, area, slots, warp % team, team);
+        }
     }
     // The slots of the segments that other blocks share; -1: there is none.
     int from_before = __ffs(all) - 1, to_next = 31 - __clz(static_cast<int>(begins));

@@ -43,6 +43,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     Segment next;         // that begin() goes over to: the registers have no room for its queries
 
     static constexpr int kCapability = 80;
+    static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
     static constexpr int kMergeHeads = 2;
     static int warp_bytes(const DecodeArgs& args, int) {
@@ -86,7 +87,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
         last_row = rest < kTileTokens ? rest - 1 : kTileTokens - 1;
     }
 
-    __device__ void start(const DecodeArgs& args, Cursor& cursor) {
+    __device__ void start(const DecodeArgs& args, Cursor& cursor, PlannedPiece*) {
         find_tile(args, cursor);
         load_k();
         load_v();

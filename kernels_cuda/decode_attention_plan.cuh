@@ -179,6 +179,38 @@ __device__ inline Piece find_piece(const DecodeArgs& args) {
     return piece;
 }
 
+// As an earlier call has left it; past the first-level cache, which may hold what was there before.
+__device__ inline PlannedPiece load_planned(const PlannedPiece* at) {
+    PlannedPiece planned;
+    int4* to = reinterpret_cast<int4*>(&planned);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(PlannedPiece) / sizeof(int4)); ++i) {
+        to[i] = __ldcg(reinterpret_cast<const int4*>(at) + i);
+    }
+    return planned;
+}
+
+__device__ inline Piece piece_of(const PlannedPiece& planned) {
+    Piece piece{};
+    piece.cut.length = planned.cut_length, piece.cut.longer = planned.cut_longer;
+    piece.begin = planned.begin, piece.end = planned.end;
+    piece.warp_begin = planned.warp_begin, piece.warp_end = planned.warp_end;
+    piece.first = {planned.row, planned.head, planned.context, tiles_of(planned.context),
+                   planned.start};
+    piece.has_empty_rows = planned.has_empty_rows;
+    return piece;
+}
+
+// All but the first tiles, which whoever reads them adds.
+__device__ inline void keep_piece(const Piece& piece, PlannedPiece* at) {
+    at->cut_length = piece.cut.length, at->cut_longer = piece.cut.longer;
+    at->begin = piece.begin, at->end = piece.end;
+    at->warp_begin = piece.warp_begin, at->warp_end = piece.warp_end;
+    at->row = piece.first.row, at->head = piece.first.head;
+    at->context = piece.first.context, at->start = piece.first.start;
+    at->has_empty_rows = piece.has_empty_rows;
+}
+
 // A warp's units in order, ahead of the computation: what is read next.
 struct Cursor {
     Segment segment;

@@ -38,6 +38,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     unsigned k_chunk, v_chunk;  // and the chunk of the first step, permuted
 
     static constexpr int kCapability = 90;
+    static constexpr bool kKeepsPlan = true;
     static constexpr int kMinStages = 2;
     static constexpr int kMergeHeads = kHeadDim * kColumns <= 128 ? 4 : 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
@@ -90,13 +91,28 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         }
     }
 
-    __device__ void start(const DecodeArgs& args, Cursor& cursor) {
+    __device__ void start(const DecodeArgs& args, Cursor& cursor, PlannedPiece* kept) {
+        int newest = 0;
         for (int i = 0; i < args.stages; ++i) {
             // A row's newest token may be what the kernel before this one writes.
             if (cursor.valid() && cursor.tile() == cursor.segment.tiles - 1) {
                 wait_for_kernel_before();
+                newest |= 1 << i;
             }
             find_next(args, cursor);
+            if (kept != nullptr) kept->rows[i] = next_row;
+            copy_next(args, i);
+        }
+        if (kept != nullptr) kept->newest = newest;
+    }
+
+    __device__ void start_planned(const DecodeArgs& args, const PlannedPiece& planned) {
+        if (planned.warp_begin == planned.warp_end) return;
+#pragma unroll
+        for (int i = 0; i < kMaxStages; ++i) {
+            if (i >= args.stages) break;
+            if (planned.newest & 1 << i) wait_for_kernel_before();
+            next_row = planned.rows[i];
             copy_next(args, i);
         }
     }
@@ -243,9 +259,9 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
             this->store_scalars(args, slot, head, weight, c, column);
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
-                float* at = slot + head * kHeadDim + i * 16 + g();
-                at[0] = sums[i][c][column];
-                at[8] = sums[i][c][column + 2];
+                const int quad = 4 * i + g() / 4;
+                slot[4 * place_in_slot(args, head, quad) + g() % 4] = sums[i][c][column];
+                slot[4 * place_in_slot(args, head, quad + 2) + g() % 4] = sums[i][c][column + 2];
             }
         });
     }
@@ -301,6 +317,7 @@ bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream
     if (!fits) return false;
     args.kv_map = map_of(args);
     args.splits = 1;
+    args.permuted = 6;  // of eight fours, which lie in all banks: two for each pair of heads
     args.heads = args.group;
     return args.dtype == kFloat16 ? launch_head_dim<__half>(args, num_ctas, stream)
                                   : launch_head_dim<__nv_bfloat16>(args, num_ctas, stream);

@@ -1,10 +1,11 @@
 """Bandwidth of decode_attention on the GPU, as a share of a plain read's (read_stream).
 
 Both run on the same multiprocessors (a green context limits them) and in turns over the same pool
-of KV, which is larger than the L2 cache: every call reads other blocks, in random order. Prints one
-JSON object: `attention_us` of calls one behind the other, where each begins while the one before it
-ends, and `layer_us`, what a call adds to rotate-and-append in a graph of 16 layers; `share` and
-`layer_share` are the read's time over these.
+of KV, which is larger than the L2 cache: a part of it for each layer, whose blocks are read in the
+same random order, as a batch's are. Prints one JSON object: `attention_us` of calls one behind the
+other, where each begins while the one before it ends and all but the first know from that one who
+computes what; `layer_us`, what a call adds to rotate-and-append in a graph of 32 layers; `share`
+and `layer_share` are the read's time over these.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ CONTEXTS = {
 }
 
 POOL_BYTES = 4 << 30
-CALLS_PER_SAMPLE = 8
-LAYERS = 16
+LAYERS = 32  # and calls of a sample
 
 
 def time_of(stream: Any, work: Callable[[int], None], calls: int, samples: int) -> float:
@@ -69,7 +69,7 @@ def time_of(stream: Any, work: Callable[[int], None], calls: int, samples: int) 
     times = []
     for sample in range(samples + 1):
         first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        cuda._sleep(400_000)  # the launches queue up behind it
+        cuda._sleep(1_000_000)  # the launches queue up behind it
         first.record(stream)
         work(sample * calls)
         last.record(stream)
@@ -78,17 +78,15 @@ def time_of(stream: Any, work: Callable[[int], None], calls: int, samples: int) 
     return float(statistics.median(times[1:]))
 
 
-def block_tables(setting: Setting) -> Tensor:
-    """[sets, rows, blocks] int32: as many sets of other blocks as the pool has, two at least."""
+def block_table(setting: Setting) -> Tensor:
+    """[rows, blocks] int32, of a layer's part of the pool."""
     blocks_of = [-(-context // setting.block_size) for context in setting.contexts]
-    total, in_pool = sum(blocks_of), POOL_BYTES // setting.block_bytes
-    order = torch.randperm(in_pool, dtype=torch.int32)
-    table = torch.zeros(max(2, in_pool // total), len(blocks_of), max(blocks_of), dtype=torch.int32)
-    for index in range(len(table)):
-        first = index * total
-        for row, blocks in enumerate(blocks_of):
-            table[index, row, :blocks] = order[first : first + blocks]
-            first += blocks
+    order = torch.randperm(sum(blocks_of), dtype=torch.int32)
+    table = torch.zeros(len(blocks_of), max(blocks_of), dtype=torch.int32)
+    first = 0
+    for row, blocks in enumerate(blocks_of):
+        table[row, :blocks] = order[first : first + blocks]
+        first += blocks
     return table.cuda()
 
 
@@ -96,8 +94,10 @@ def measure(setting: Setting, pool: Tensor, stream: Any, ctas: int, samples: int
     n, q_heads, kv_heads, dim = (
         len(setting.contexts), setting.q_heads, setting.kv_heads, setting.head_dim
     )  # fmt: skip
-    table = block_tables(setting)
-    tables = [part.data_ptr() for part in table]
+    table = block_table(setting)
+    blocks = sum(-(-context // setting.block_size) for context in setting.contexts)
+    layer_bytes = blocks * setting.block_bytes
+    parts = POOL_BYTES // layer_bytes  # of the pool
     lens = torch.tensor(setting.contexts, dtype=torch.int32, device="cuda")
     width = (q_heads + 2 * kv_heads) * dim
     qkv = torch.randn(n, width, device="cuda").to(setting.dtype)
@@ -106,15 +106,21 @@ def measure(setting: Setting, pool: Tensor, stream: Any, ctas: int, samples: int
     rotation = torch.zeros(n, dim, device="cuda")
     size = kernels.decode_attention_workspace(n, q_heads, kv_heads, dim, ctas)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    size = kernels.decode_attention_plan_bytes(ctas)
+    plan = torch.empty(size, dtype=torch.uint8, device="cuda")
     sums = torch.empty(ctas * 8, device="cuda")
     number, handle = NUMBERS[setting.dtype], stream.cuda_stream
     bytes_read = setting.kv_bytes // 16 * 16
 
+    def kv_of(index: int) -> int:
+        return pool.data_ptr() + index % parts * layer_bytes
+
     def attend(index: int) -> None:
         kernels.decode_attention(
-            number, number, qkv.data_ptr(), pool.data_ptr(), tables[index % len(tables)],
-            lens.data_ptr(), out.data_ptr(), workspace.data_ptr(), n, q_heads, kv_heads, dim,
-            setting.block_size, table.stride(1), width, q_heads * dim, dim**-0.5, ctas, handle,
+            number, number, qkv.data_ptr(), kv_of(index), table.data_ptr(), lens.data_ptr(),
+            out.data_ptr(), workspace.data_ptr(), n, q_heads, kv_heads, dim, setting.block_size,
+            table.stride(0), width, q_heads * dim, dim**-0.5, ctas, plan.data_ptr(),
+            index % LAYERS > 0, handle,
         )  # fmt: skip
 
     def rotate(_: int) -> None:
@@ -124,15 +130,14 @@ def measure(setting: Setting, pool: Tensor, stream: Any, ctas: int, samples: int
         )  # fmt: skip
 
     def read(ctas: int, index: int) -> None:
-        data = pool.data_ptr() + index % len(tables) * bytes_read
-        kernels.read_stream(data, bytes_read, sums.data_ptr(), ctas, handle)
+        kernels.read_stream(kv_of(index), bytes_read, sums.data_ptr(), ctas, handle)
 
     def repeated(call: Callable[[int], None]) -> float:
         def work(first: int) -> None:
-            for i in range(CALLS_PER_SAMPLE):
+            for i in range(LAYERS):
                 call(first + i)
 
-        return time_of(stream, work, CALLS_PER_SAMPLE, samples)
+        return time_of(stream, work, LAYERS, samples)
 
     def replayed(*calls: Callable[[int], None]) -> float:
         torch.cuda.synchronize()

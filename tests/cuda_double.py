@@ -90,6 +90,10 @@ def decode_attention_workspace(*sizes: int) -> int:
     return 16
 
 
+def decode_attention_plan_bytes(num_ctas: int) -> int:
+    return 64
+
+
 def decode_attention(
     dtype: int,
     kv_dtype: int,
@@ -102,7 +106,14 @@ def decode_attention(
     n: int,
     *rest: Any,
 ) -> None:
-    q_heads, kv_heads, dim, block_size, width, q_stride, out_stride, scale, _, _ = rest
+    q_heads, kv_heads, dim, block_size, width, q_stride, out_stride, scale, _, plan, planned, _ = (
+        rest
+    )
+    # As the kernels' plan does, it tells one batch from another.
+    key, kept = hash((table, *_at(lens, torch.int32, n).tolist())), _at(plan, torch.int64, 1)
+    if planned:
+        assert kept.item() == key, "the plan is another batch's"
+    kept.fill_(key)
     kind = _DTYPES[dtype]
     queries = _at(q, kind, n, q_heads, dim, stride=(q_stride, dim, 1))
     outputs = _at(out, kind, n, q_heads, dim, stride=(out_stride, dim, 1))
@@ -344,6 +355,7 @@ def cuda_modules() -> Iterator[dict[str, Any]]:
     kernels.__spec__ = ModuleSpec("swiftapex._kernels_cuda", None)
     kernels.__dict__.update({kernel.__name__: launched(kernel) for kernel in _LAUNCHED})
     kernels.__dict__["decode_attention_workspace"] = decode_attention_workspace
+    kernels.__dict__["decode_attention_plan_bytes"] = decode_attention_plan_bytes
     triton = types.ModuleType(_TRITON)  # Triton comes with CUDA builds of torch alone
     triton.__dict__["prefill_attention"] = prefill_attention
     triton.__dict__["compile_prefill_attention"] = lambda *_: None

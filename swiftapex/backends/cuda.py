@@ -30,6 +30,7 @@ _REGISTER_BYTES = 1 << 30  # of host memory pinned by one call, more or less
 _PAGE_BYTES = 4096
 _REGISTER_THREADS = 8
 _ALIGNMENT = 16  # bytes, of each array in a transfer
+_PLAN = "decode_attention"  # in AttentionBatch.kept: who computes what, found at the first layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,11 @@ class CudaBackend:
         needed = kernels.decode_attention_workspace(*sizes, self.num_sms)
         if needed > len(self._workspaces[-1]):
             self._workspaces.append(torch.zeros(2 * needed, dtype=torch.uint8, device=self.device))
+        plan, is_planned = batch.kept.get(_PLAN), True
+        if plan is None:
+            size = kernels.decode_attention_plan_bytes(self.num_sms)
+            plan = batch.kept[_PLAN] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            is_planned = False
         kernels.decode_attention(
             DTYPE_NUMBERS[qkv.dtype],
             DTYPE_NUMBERS[kv.dtype],
@@ -226,6 +232,8 @@ class CudaBackend:
             out.stride(0),
             shape.scale,
             self.num_sms,
+            plan.data_ptr(),
+            is_planned,
             stream_handle(),
         )
 

@@ -6,7 +6,7 @@ Only types: nothing here imports torch at run time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ class AttentionBatch:
     context_lens: Tensor  # [requests] int32: tokens in the KV cache after this pass's append
     chunk_contexts: tuple[int, ...]  # those of the chunks, known to the host
     slots: Tensor | None = None  # [tokens] int64, where a backend `rotates`; None: appended
+    # What a backend has found out about it, for the layers that follow; empty at the first one.
+    kept: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def num_requests(self) -> int:

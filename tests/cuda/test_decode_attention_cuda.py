@@ -43,7 +43,13 @@ class Case:
     block_table: Tensor  # [n, width]
     context_lens: Tensor  # [n]
 
-    def run(self, num_ctas: int = 132, workspace: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        num_ctas: int = 132,
+        workspace: Tensor | None = None,
+        plan: Tensor | None = None,
+        is_planned: bool = False,
+    ) -> Tensor:
         n, q_heads, head_dim = self.q.shape
         _, kv_heads, _, block_size, _ = self.kv.shape
         out = strided(poisoned(n, q_heads, head_dim, dtype=self.q.dtype), 24)
@@ -54,7 +60,7 @@ class Case:
             self.block_table.data_ptr(), self.context_lens.data_ptr(), out.data_ptr(),
             workspace.data_ptr(), n, q_heads, kv_heads, head_dim, block_size,
             self.block_table.stride(0), self.q.stride(0), out.stride(0), head_dim**-0.5, num_ctas,
-            stream(),
+            0 if plan is None else plan.data_ptr(), is_planned, stream(),
         )  # fmt: skip
         return out
 
@@ -74,7 +80,14 @@ class Case:
         return out
 
     def check(self, num_ctas: int = 132, workspace: Tensor | None = None, slack: float = 1) -> None:
-        actual, expected = self.run(num_ctas, workspace).double(), self.expected()
+        """Of a call that finds out who computes what, and keeps it; one that is told so by what it
+        kept, as those of later layers are, must give the same bits."""
+        size = kernels.decode_attention_plan_bytes(num_ctas)
+        plan = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
+        out = self.run(num_ctas, workspace, plan)
+        again = self.run(num_ctas, workspace, plan, is_planned=True)
+        assert torch.equal(out.nan_to_num(), again.nan_to_num())
+        actual, expected = out.double(), self.expected()
         error = (actual - expected).norm(dim=2) / (expected.norm(dim=2) + 1e-6)
         assert not error.isnan().any(), "an element was not written, or is NaN"
         limit = TOLERANCE[self.q.dtype] * slack
