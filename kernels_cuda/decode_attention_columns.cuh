@@ -12,7 +12,10 @@ namespace swiftapex {
 template <class T, int kSums, int kColumns>
 struct Columns {
     float sums[kSums][kColumns][4];
-    float maxima[kColumns][2];   // the same in all lanes of equal t
+    // What the weights' exponents are relative to: the same in all lanes of equal t. Scores may be
+    // higher by kSlack, as raising it takes a while: weights then reach 2^kSlack.
+    float maxima[kColumns][2];
+    static constexpr float kSlack = 8.0f;
     float weights[kColumns][2];  // of this lane's tokens
 
     static __device__ int g() { return threadIdx.x % 32 / 4; }
@@ -41,8 +44,9 @@ struct Columns {
                 scores[i] = exists ? (even[c][i] + odd[c][i]) * scale_log2 : -INFINITY;
             }
             const float high[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
-            // The maximum rarely rises after the first tiles.
-            if (__any_sync(kAllLanes, high[0] > maxima[c][0] || high[1] > maxima[c][1])) {
+            // Seldom after the first tile.
+            if (__any_sync(kAllLanes,
+                           high[0] > maxima[c][0] + kSlack || high[1] > maxima[c][1] + kSlack)) {
                 raise_maxima(c, high);
             }
 #pragma unroll
