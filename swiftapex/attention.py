@@ -123,8 +123,6 @@ class Attention:
         outputs = []
         begin = 0
         if batch.gpu is not None and kv is not None:
-            if layer == 0:
-                batch.gpu.kept.clear()
             begin = batch.gpu.num_tokens
             outputs.append(self._gpu.attend(kv, batch.gpu, self._shape, qkv[:begin]))
         if batch.staged is not None:

@@ -104,7 +104,8 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where the KV of a sub-batch's requests lies. Decodes come first, one token each; then
-    prefill chunks of `chunk_lens` tokens. Blocks exist for all tokens of this pass."""
+    prefill chunks of `chunk_lens` tokens. Blocks exist for all tokens of this pass. It serves one
+    pass, or a recorded one from its first layer on."""
 
     num_decodes: int
     chunk_lens: tuple[int, ...]
@@ -112,7 +113,7 @@ class AttentionBatch:
     context_lens: Tensor  # [requests] int32: tokens in the KV cache after this pass's append
     chunk_contexts: tuple[int, ...]  # those of the chunks, known to the host
     slots: Tensor | None = None  # [tokens] int64, where a backend `rotates`; None: appended
-    # What a backend has found out about it, for the layers that follow; empty at the first one.
+    # What a backend has found out about it at the pass's first layer, for those that follow.
     kept: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
