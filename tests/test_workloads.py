@@ -288,7 +288,7 @@ def test_replay_keeps_arrival_times_and_order() -> None:
     assert [outcome.index for outcome in log.outcomes] == list(range(6))
     for item, outcome, request in zip(items, log.outcomes, engine.added, strict=True):
         assert outcome.arrival_s == item.arrival_s
-        assert request.arrival_s == pytest.approx(log.start_s + item.arrival_s)
+        assert request.arrival_s == pytest.approx(log.start_s + item.arrival_s, rel=0, abs=1e-6)
         assert outcome.token_times_s[0] >= item.arrival_s
         assert outcome.finish_reason == "length"
 
