@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from swiftapex.core.plan import Row
-from swiftapex.core.request import Placement
+from swiftapex.core.request import CPU
 
 HOST_KINDS = ("decodes", "chunks", "two_decodes", "two", "cohorts")
 DECODES, CHUNKS, TWO_DECODES, TWO_BATCHES, COHORTS = HOST_KINDS
@@ -74,17 +74,17 @@ class Load(NamedTuple):
     def of(rows: Iterable[Row]) -> Load:
         total = gpu = cpu = num_gpu = num_cpu = 0
         chunks = []
-        for row in rows:
-            total += row.num_tokens
-            if not row.is_decode:
-                chunks.append((row.num_tokens, row.start))
-            elif row.placement is Placement.CPU:
-                cpu += row.start + 1
+        for _, placement, start, token_ids, _ in rows:
+            if token_ids is not None:
+                chunks.append((len(token_ids), start))
+                total += len(token_ids)
+            elif placement is CPU:
+                cpu += start + 1
                 num_cpu += 1
             else:
-                gpu += row.start + 1
+                gpu += start + 1
                 num_gpu += 1
-        return Load(total, gpu, cpu, tuple(chunks), num_gpu, num_cpu)
+        return Load(total + num_gpu + num_cpu, gpu, cpu, tuple(chunks), num_gpu, num_cpu)
 
     @property
     def completing(self) -> int:

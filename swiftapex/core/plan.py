@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from swiftapex.core.request import Placement, SamplingParams
+from swiftapex.core.request import GPU, Placement, SamplingParams
 
 
 class Row(NamedTuple):
@@ -64,7 +64,7 @@ def _sub_batch(columns: list[list[Any]]) -> SubBatch:
 def row_order(row: Row) -> int:
     """Rows whose attention is computed by one call lie side by side: GPU decodes, GPU prefill
     chunks, STAGING prefill chunks, CPU decodes."""
-    if row.placement is Placement.GPU:
+    if row.placement is GPU:
         return 0 if row.is_decode else 1
     return 3 if row.is_decode else 2
 
