@@ -9,7 +9,7 @@ from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Any
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import GPU, Request
 
 _age = attrgetter("request_id")
 _turn = attrgetter("last_served", "request_id")
@@ -99,15 +99,17 @@ class RequestIndex:
         self._served.update(request_ids)
         self._turns += bool(request_ids)
 
-    def park(self, request: Request) -> None:
-        """A CPU decode of it has left for a pass: there its order does not matter, and it reads
-        what it did."""
-        request_id = request.request_id
-        group = self._group_of.get(request_id)
-        if group is not None:
-            del group.members[request_id]
-        self._group_of[request_id] = self._in_flight
-        self._in_flight.members[request_id] = request
+    def park(self, requests: Iterable[Request]) -> None:
+        """CPU decodes of theirs have left for a pass: there their order does not matter, and they
+        read what they did."""
+        group_of, in_flight = self._group_of, self._in_flight
+        for request in requests:
+            request_id = request.request_id
+            group = group_of.get(request_id)
+            if group is not None:
+                del group.members[request_id]
+            group_of[request_id] = in_flight
+            in_flight.members[request_id] = request
 
     def discard(self, request: Request) -> None:
         """It runs no longer."""
@@ -170,7 +172,7 @@ class RequestIndex:
             group_of[request_id] = group
             filed.setdefault(group, []).append(request)
             if group is not self._in_flight:  # what leaves for a pass reads what it did
-                tokens = 0 if request.placement is Placement.GPU else request.num_tokens
+                tokens = 0 if request.placement is GPU else request.num_tokens
                 self._cpu_tokens += tokens - reads[request_id]
                 reads[request_id] = tokens
         self._served.difference_update(self._touched)  # those were filed as they are by now
@@ -209,4 +211,4 @@ class RequestIndex:
             return self._in_flight
         if not request.is_decoding:
             return self._prefills
-        return self._gpu if request.placement is Placement.GPU else self._cpu
+        return self._gpu if request.placement is GPU else self._cpu
