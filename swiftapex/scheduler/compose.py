@@ -88,12 +88,12 @@ def gpu_batch(state: SchedulerState) -> BatchDraft:
     batch = state.new_batch()
     add_gpu_decodes(state, batch, demote=False)
     for request in state.prefilling():
-        state.add_chunk(batch, request, batch.room)
+        state.add_chunk(batch, request)
     while batch.room > 0 and state.queue.num_waiting:
         request = state.queue.first_waiting
         full = state.queue.num_running >= state.limits.max_batch_size
         if full or not state.can_start(request, GPU):
             break
         state.start(request, GPU)
-        state.add_chunk(batch, request, batch.room)
+        state.add_chunk(batch, request)
     return batch

@@ -14,7 +14,7 @@ from swiftapex.core.request import GPU, Request
 _age = attrgetter("request_id")
 _turn = attrgetter("last_served", "request_id")
 _last_served = attrgetter("last_served")
-_AT_ONCE = 16  # requests that are looked at together, where the first few may do
+_AT_ONCE = 16  # requests that are looked at together, or as many as were by then
 
 
 class _Group:
@@ -25,7 +25,8 @@ class _Group:
         self._key = key
 
     def add(self, requests: list[Request]) -> None:
-        requests.sort(key=self._key)
+        if len(requests) > 1:
+            requests.sort(key=self._key)
         self.append(requests)
 
     def append(self, requests: list[Request]) -> None:
@@ -58,7 +59,7 @@ class Lazily:
     def groups(self) -> Iterator[list[Request]]:
         """All in order, a few at a time."""
         yield self._seen
-        while some := list(islice(self._more, _AT_ONCE)):
+        while some := list(islice(self._more, max(_AT_ONCE, len(self._seen)))):
             self._seen += some
             yield some
 
@@ -173,9 +174,10 @@ class RequestIndex:
             filed.setdefault(group, []).append(request)
             if group is not self._in_flight:  # what leaves for a pass reads what it did
                 tokens = 0 if request.placement is GPU else request.num_tokens
-                self._cpu_tokens += tokens - reads[request_id]
+                self._cpu_tokens += tokens - reads.get(request_id, 0)
                 reads[request_id] = tokens
-        self._served.difference_update(self._touched)  # those were filed as they are by now
+        if self._served:
+            self._served.difference_update(self._touched)  # those were filed as they are by now
         self._touched.clear()
         if self._served:
             self._cpu.append(self._take_served())

@@ -21,14 +21,14 @@ CpuFull = Callable[[BatchDraft, Request], bool]
 def add_prefill(state: SchedulerState, batch: BatchDraft, place: Place) -> None:
     """Chunks of running requests, oldest first, then of waiting ones, which start in order."""
     for request in state.prefilling():
-        state.add_chunk(batch, request, batch.room)
+        state.add_chunk(batch, request)
     while batch.room > 0 and state.queue.num_waiting:
         request = state.queue.first_waiting
         placement = place(batch, request)
         if placement is None:
             break
         state.start(request, placement)
-        state.add_chunk(batch, request, batch.room)
+        state.add_chunk(batch, request)
 
 
 def gpu_first(state: SchedulerState, cpu_full: CpuFull, keep_busy: bool = True) -> Place:

@@ -64,20 +64,21 @@ class SchedulerState(SchedulerView):
             batch.add_decodes(decode_rows(ids, requests[0].placement, starts), sum(starts) + count)
         return count
 
-    def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int) -> int:
-        """Adds the next prefill chunk of a running request; returns its tokens (0: no room)."""
+    def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int | None = None) -> int:
+        """Adds the next prefill chunk of a running request, of `max_tokens` tokens at most (None:
+        all that the batch has room for); returns its tokens (0: no room)."""
         assert self.is_free(request)
-        start = request.num_computed
-        end = min(request.num_tokens, start + min(max_tokens, batch.room))
-        if request.placement is STAGING:
+        start, placement, num_tokens = request.num_computed, request.placement, request.num_tokens
+        room = batch.room if max_tokens is None else min(max_tokens, batch.room)
+        end = min(num_tokens, start + room)
+        if placement is STAGING:
             end = min(end, self._staging_left * self.blocks.block_size)
         if end <= start:
             return 0
-        if request.placement is STAGING:
+        if placement is STAGING:
             self._staging_left -= self.blocks.blocks_for(end)
         ids = request.token_ids(start, end)
-        done = end == request.num_tokens
-        batch.add(Row(request.request_id, request.placement, start, ids, done))
+        batch.add(Row(request.request_id, placement, start, ids, end == num_tokens))
         self._serve(request)
         return end - start
 

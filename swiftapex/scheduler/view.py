@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice, takewhile
+from itertools import islice
 
 from swiftapex.core.request import CPU, GPU, STAGING, Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
@@ -12,6 +12,8 @@ from swiftapex.scheduler.draft import BatchDraft, Limits
 from swiftapex.scheduler.index import Lazily, RequestIndex
 from swiftapex.scheduler.news import News
 from swiftapex.scheduler.queue import RequestQueue
+
+_RUNNING = RequestState.RUNNING  # asked for very often: see `Placement`
 
 
 class SchedulerView:
@@ -38,7 +40,7 @@ class SchedulerView:
     def is_free(self, request: Request) -> bool:
         """Running, at a token boundary, and not yet in this plan: may get a row, move or yield."""
         return (
-            request.state is RequestState.RUNNING
+            request.state is _RUNNING
             and not (request.in_flight or request.moving)
             and request.request_id not in self._planned
         )
@@ -122,7 +124,12 @@ class SchedulerView:
         skipped = self.limits.max_skipped
         since = self.iteration - skipped
         most = max(1, -(-self.num_decoding(CPU) // max(1, skipped)))
-        return list(islice(takewhile(lambda r: r.last_served < since, requests), most))
+        found: list[Request] = []
+        for request in requests:
+            if request.last_served >= since or len(found) == most:
+                break
+            found.append(request)
+        return found
 
     @property
     def staging_blocks_left(self) -> int:
@@ -142,7 +149,7 @@ class SchedulerView:
 
     def needs_cpu(self, request: Request) -> bool:
         """Whether the request has its KV on the CPU, or could never have it on the GPU."""
-        on_cpu = request.state is RequestState.RUNNING and request.placement.side is CPU
+        on_cpu = request.state is _RUNNING and request.placement.side is CPU
         return on_cpu or not self.fits_alone(request, GPU)
 
     def most_blocks(self, uses_cpu: bool) -> int:
