@@ -72,19 +72,19 @@ class Load(NamedTuple):
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Load:
-        total = gpu = cpu = num_gpu = num_cpu = 0
-        chunks = []
-        for _, placement, start, token_ids, _ in rows:
-            if token_ids is not None:
-                chunks.append((len(token_ids), start))
-                total += len(token_ids)
-            elif placement is CPU:
-                cpu += start + 1
-                num_cpu += 1
+        chunks: list[tuple[int, int]] = []
+        gpu: list[int] = []
+        cpu: list[int] = []
+        for row in rows:
+            if row.token_ids is not None:
+                chunks.append((len(row.token_ids), row.start))
+            elif row.placement is CPU:
+                cpu.append(row.start)
             else:
-                gpu += start + 1
-                num_gpu += 1
-        return Load(total + num_gpu + num_cpu, gpu, cpu, tuple(chunks), num_gpu, num_cpu)
+                gpu.append(row.start)
+        total = sum(tokens for tokens, _ in chunks) + len(gpu) + len(cpu)
+        read_gpu, read_cpu = sum(gpu) + len(gpu), sum(cpu) + len(cpu)
+        return Load(total, read_gpu, read_cpu, tuple(chunks), len(gpu), len(cpu))
 
     @property
     def completing(self) -> int:

@@ -405,11 +405,11 @@ class Engine:
         completing = [live[i] for i in result.completing if i in live]
         for request in completing:  # decodes compute the token before the one that they complete
             request.num_computed += 1
-        self._cpu_decoded_tokens += sum(r.placement is CPU for r in completing)
+        self._cpu_decoded_tokens += len([r for r in completing if r.placement is CPU])
         for batch in plan.sub_batches:
-            for request_id, _, _, token_ids, completes in batch.rows:
-                if token_ids is not None:
-                    live[request_id].num_computed += len(token_ids) - completes
+            for row in batch.rows:
+                if row.token_ids is not None:
+                    live[row.request_id].num_computed += len(row.token_ids) - row.completes
         self._state.settle(plan, result.in_flight)
         for request in completing:
             request.num_pending += 1

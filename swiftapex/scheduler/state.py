@@ -196,14 +196,15 @@ class SchedulerState(SchedulerView):
                 request.moving = False
         served = []  # CPU decodes
         for batch in plan.sub_batches + plan.new_cohorts:
-            for request_id, placement, start, token_ids, _ in batch.rows:
-                if token_ids is None and placement is GPU:
+            for row in batch.rows:
+                if row.placement is GPU and row.token_ids is None:
                     continue  # stays what and where it is
+                request_id = row.request_id
                 if request_id in in_flight or (request := running(request_id)) is None:
                     continue  # see below, or it has ended
-                if token_ids is None and request.num_computed > start:  # not a cohort left alone
+                if row.token_ids is None and request.num_computed > row.start:
                     served.append(request_id)
-                else:
+                else:  # a chunk, or of a cohort that was left alone
                     self._advanced(request)
         turn = self.iteration - 1  # until then it was under way
         left = [request for i in in_flight - self._in_flight if (request := running(i)) is not None]
