@@ -22,6 +22,7 @@ class _Half:
     attention_us: float  # T_ca
     picks: list[int] = field(default_factory=list)  # candidates that it took
     beside_us: float = 0.0  # the GPU's work that hides T_ca
+    spare_us: float = 0.0  # what that leaves the CPU
 
     def put(self, start: int, count: int, tokens: int) -> None:
         """Takes in `count` candidates from `start` on."""
@@ -56,7 +57,7 @@ class Halves:
         reads = first.cpu_tokens + second.cpu_tokens - self._main.cpu_tokens
         count = len(first.picks) + len(second.picks)
         us = self._cpu_us(_SAMPLE * reads // count, _SAMPLE) / _SAMPLE
-        spare = max(first.beside_us - first.attention_us, second.beside_us - second.attention_us)
+        spare = max(first.spare_us, second.spare_us)
         most = max(first.room, second.room)
         return max(1, min(int(spare / us) if us > 0 else _SAMPLE, most) // 2)
 
@@ -71,22 +72,18 @@ class Halves:
         """Puts `count` candidates from `start` on, which read `tokens` tokens together, where the
         CPU has more time left: if it has any for them, or they `must`."""
         best, other = self._first, self._second
-        best_has, other_has = (
-            best.beside_us - best.attention_us,
-            other.beside_us - other.attention_us,
-        )
-        if other_has >= best_has:
-            best, other, other_has = other, best, best_has
+        if other.spare_us >= best.spare_us:
+            best, other = other, best
         us = self._us_with(best, count, tokens)
         spare = best.beside_us - us
-        if other_has > spare:  # it will have less than now
+        if other.spare_us > spare:  # it will have less than now
             other_us = self._us_with(other, count, tokens)
             if other.beside_us - other_us > spare:
                 best, us, spare = other, other_us, other.beside_us - other_us
         if count > best.room or (spare < 0 and not must):
             return False
         best.put(start, count, tokens)
-        best.attention_us = us
+        best.attention_us, best.spare_us = us, spare
         self._lengthen(best)
         return True
 
@@ -120,8 +117,8 @@ class Halves:
     def _lengthen(self, half: _Half) -> None:
         """What the GPU does for this half has become longer, which hides the other's attention:
         T_l1 + T_ga0 what the CPU does for the first half, T_l0 what for the second."""
-        linear = self._linear_us(half.rows) + self._hand_off_us(half.cpu_decodes)
-        if half is self._first:
-            self._second.beside_us = linear
-        else:
-            self._first.beside_us = linear + self._gpu_attention_us
+        us = self._linear_us(half.rows) + self._hand_off_us(half.cpu_decodes)
+        other = self._second
+        if half is other:
+            other, us = self._first, us + self._gpu_attention_us
+        other.beside_us, other.spare_us = us, us - other.attention_us
