@@ -188,12 +188,11 @@ class RequestIndex:
 
     def _take_served(self) -> list[Request]:
         """What `serve` was told of, out of its groups, in the order of their turns."""
-        served, idle = self._served, self._cpu.members
+        served, idle, in_flight = self._served, self._cpu.members, self._in_flight.members
         returned = served.difference(idle)
         self._note_ages(returned)
-        idle.update(zip(returned, map(self._in_flight.members.pop, returned), strict=True))
         self._group_of.update(zip(returned, repeat(self._cpu)))
-        requests = list(map(idle.pop, sorted(served)))
+        requests = [(in_flight if i in returned else idle).pop(i) for i in sorted(served)]
         self._reads.update(served)  # each reads one token more
         self._cpu_tokens += len(served)
         served.clear()
