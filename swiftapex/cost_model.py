@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from swiftapex.core.plan import Row
-from swiftapex.core.request import Placement
+from swiftapex.core.request import CPU
 
 HOST_KINDS = ("decodes", "chunks", "two_decodes", "two", "cohorts")
 DECODES, CHUNKS, TWO_DECODES, TWO_BATCHES, COHORTS = HOST_KINDS
@@ -72,19 +72,19 @@ class Load(NamedTuple):
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Load:
-        total = gpu = cpu = num_gpu = num_cpu = 0
-        chunks = []
+        chunks: list[tuple[int, int]] = []
+        gpu: list[int] = []
+        cpu: list[int] = []
         for row in rows:
-            total += row.num_tokens
-            if not row.is_decode:
-                chunks.append((row.num_tokens, row.start))
-            elif row.placement is Placement.CPU:
-                cpu += row.start + 1
-                num_cpu += 1
+            if row.token_ids is not None:
+                chunks.append((len(row.token_ids), row.start))
+            elif row.placement is CPU:
+                cpu.append(row.start)
             else:
-                gpu += row.start + 1
-                num_gpu += 1
-        return Load(total, gpu, cpu, tuple(chunks), num_gpu, num_cpu)
+                gpu.append(row.start)
+        total = sum(tokens for tokens, _ in chunks) + len(gpu) + len(cpu)
+        read_gpu, read_cpu = sum(gpu) + len(gpu), sum(cpu) + len(cpu)
+        return Load(total, read_gpu, read_cpu, tuple(chunks), len(gpu), len(cpu))
 
     @property
     def completing(self) -> int:

@@ -208,7 +208,14 @@ def test_stages_are_told_apart_by_iterations_that_differ() -> None:
 
 def test_stage_times_are_those_on_the_critical_path() -> None:
     cost = ConstantCostModel(num_layers=2, linear_fixed=100, gpu_token=0.1, cpu_token=1.0)
-    shown = stage_times(cost, plan_of(cost, 4, 3))  # T_ca1 300 hides T_l0; T_l1 + T_ga0 = 140
+
+    def shown_of(gpu: int, cpu: int) -> dict[str, float]:
+        plan = plan_of(cost, gpu, cpu)
+        assert plan.predicted_us is not None
+        loads = [Load.of(batch.rows) for batch in plan.sub_batches]
+        return stage_times(cost, loads, plan.predicted_us)
+
+    shown = shown_of(4, 3)  # T_ca1 300 hides T_l0; T_l1 + T_ga0 = 140
     assert shown[CPU_ATTENTION] == 600 and shown[LINEAR] == 200
-    shown = stage_times(cost, plan_of(cost, 4, 0))
+    shown = shown_of(4, 0)
     assert shown[LINEAR] == 200 and shown[CPU_ATTENTION] == 0

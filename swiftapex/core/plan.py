@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from swiftapex.core.request import Placement, SamplingParams
+from swiftapex.core.request import GPU, Placement, SamplingParams
 
 
 class Row(NamedTuple):
@@ -64,13 +64,12 @@ def _sub_batch(columns: list[list[Any]]) -> SubBatch:
 def row_order(row: Row) -> int:
     """Rows whose attention is computed by one call lie side by side: GPU decodes, GPU prefill
     chunks, STAGING prefill chunks, CPU decodes."""
-    if row.placement is Placement.GPU:
-        return 0 if row.is_decode else 1
-    return 3 if row.is_decode else 2
+    if row.placement is GPU:
+        return 0 if row.token_ids is None else 1
+    return 3 if row.token_ids is None else 2
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """What a worker keeps about a request from its first row until it is released."""
 
     request_id: int
@@ -79,8 +78,7 @@ class Admission:
     last_token: int  # newest output token of a request that comes back after preemption, else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """All KV blocks of a request, over all layers, from one side to the other: source_blocks[i] to
     target_blocks[i]. Retires within the iteration; the request has no row in it."""
 

@@ -24,10 +24,12 @@ class Placement(enum.Enum):
     @property
     def side(self) -> Placement:
         """The pool that a request's blocks come from."""
-        return Placement.GPU if self is Placement.GPU else Placement.CPU
+        return GPU if self is GPU else CPU
 
 
-SIDES = (Placement.GPU, Placement.CPU)
+# Under names of their own: before Python 3.12 an enum takes 0.1 µs to look a member up.
+GPU, CPU, STAGING = Placement.GPU, Placement.CPU, Placement.STAGING
+SIDES = (GPU, CPU)
 
 
 class RequestState(enum.Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from swiftapex.core.plan import CpuWork, StepPlan
 from swiftapex.cost_model import (
@@ -96,10 +96,10 @@ class CorrectedCostModel:
         if not any(batch.rows for batch in plan.sub_batches):
             return  # it waited for parked cohorts
         ratio = min(max(measured_us / predicted, 1 / _STEP), _STEP)
-        us = stage_times(self, plan)
-        two = len(plan.sub_batches) > 1
+        loads = [Load.of(batch.rows) for batch in plan.sub_batches]
+        us = stage_times(self, loads, predicted)
+        two = len(loads) > 1
         if two:
-            loads = [Load.of(batch.rows) for batch in plan.sub_batches]
             if attended is None:
                 cpu_us = self.num_layers * sum(cpu_side_attention_us(self, load) for load in loads)
             layers_us = measured_us - self.iteration_us(sum(load.completing for load in loads))
@@ -138,11 +138,10 @@ def _within(bound: float, factor: float) -> float:
     return min(max(factor, 1 / bound), bound)
 
 
-def stage_times(cost: CostModel, plan: StepPlan) -> Mapping[str, float]:
-    """µs of an iteration by stage, as far as they lie on its critical path: where the CPU's
-    attention takes longer than the GPU's work beside it, the CPU's counts and that work does not.
-    """
-    loads = [Load.of(batch.rows) for batch in plan.sub_batches]
+def stage_times(cost: CostModel, loads: Sequence[Load], predicted_us: float) -> dict[str, float]:
+    """µs of an iteration of these sub-batches by stage, as far as they lie on its critical path:
+    where the CPU's attention takes longer than the GPU's work beside it, the CPU's counts and that
+    work does not."""
     layers = cost.num_layers
     us = dict.fromkeys(STAGES, 0.0)
     first, second = loads[0], loads[1] if len(loads) > 1 else Load()
@@ -161,5 +160,5 @@ def stage_times(cost: CostModel, plan: StepPlan) -> Mapping[str, float]:
         us[LINEAR] += layers * cost.linear_us(second.rows)
         us[GPU_ATTENTION] += layers * decode
         us[PREFILL] += layers * (attention - decode)
-    us[REST] = max(0.0, (plan.predicted_us or 0.0) - sum(us.values()))
+    us[REST] = max(0.0, predicted_us - sum(us.values()))
     return us

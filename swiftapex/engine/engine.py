@@ -14,14 +14,7 @@ from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import CpuWork, StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
-from swiftapex.core.request import (
-    SIDES,
-    FinishReason,
-    Placement,
-    Request,
-    RequestState,
-    SamplingParams,
-)
+from swiftapex.core.request import CPU, SIDES, FinishReason, Request, RequestState, SamplingParams
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.cost_model import CostModel
 from swiftapex.costs.correction import CorrectedCostModel
@@ -408,19 +401,20 @@ class Engine:
     def _book(self, plan: StepPlan, result: StepResult) -> None:
         """Books what is certain once an iteration is launched: what it computes and moves, which
         requests complete a token, and which of those reach their length with it."""
-        chunks = [r for b in plan.sub_batches for r in b.rows if not r.is_decode]
-        for row in chunks:
-            self._live[row.request_id].num_computed += row.num_tokens
-        prefilled = {row.request_id for row in chunks}
-        completing = [self._live[i] for i in result.completing if i in self._live]
-        for request in completing:
-            if request.request_id not in prefilled:  # a decode of the token before this one
-                request.num_computed += 1
-                self._cpu_decoded_tokens += request.placement is Placement.CPU
+        live = self._live
+        completing = [live[i] for i in result.completing if i in live]
+        for request in completing:  # decodes compute the token before the one that they complete
+            request.num_computed += 1
+        self._cpu_decoded_tokens += len([r for r in completing if r.placement is CPU])
+        for batch in plan.sub_batches:
+            for row in batch.rows:
+                if row.token_ids is not None:
+                    live[row.request_id].num_computed += len(row.token_ids) - row.completes
         self._state.settle(plan, result.in_flight)
         for request in completing:
             request.num_pending += 1
-            if request.num_generated >= request.sampling.max_tokens:
+            generated = len(request.output_ids) + request.num_pending
+            if generated >= request.sampling.max_tokens:
                 self._state.finish(request)
 
     def _collect(self) -> list[Request]:

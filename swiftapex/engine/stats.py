@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import IterationRecord
-from swiftapex.core.request import Placement
+from swiftapex.core.request import CPU, GPU
+from swiftapex.cost_model import Load
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.state import SchedulerState
@@ -34,7 +35,7 @@ class EngineStats:
 def count(
     queue: RequestQueue, state: SchedulerState, blocks: BlockManager, cpu_decoded_tokens: int
 ) -> EngineStats:
-    gpu, cpu = Placement.GPU, Placement.CPU
+    gpu, cpu = GPU, CPU
     return EngineStats(
         gpu_blocks_free=blocks.num_free(gpu),
         gpu_blocks_total=blocks.num_total(gpu),
@@ -63,23 +64,23 @@ def record_launch(
 ) -> IterationRecord:
     """What is known of an iteration once it is launched and booked; its duration follows with the
     tokens. `start_s` by time.perf_counter."""
-    rows = [row for sub_batch in plan.sub_batches for row in sub_batch.rows]
+    loads = [Load.of(sub_batch.rows) for sub_batch in plan.sub_batches]
     return IterationRecord(
         index=index,
         start_s=start_s,
         duration_us=0.0,
         schedule_us=schedule_us,
         pipeline=plan.pipeline,
-        prefill_tokens=sum(row.num_tokens for row in rows if not row.is_decode),
-        gpu_decodes=sum(row.is_decode and row.placement is Placement.GPU for row in rows),
+        prefill_tokens=sum(tokens for load in loads for tokens, _ in load.chunks),
+        gpu_decodes=sum(load.gpu_requests for load in loads),
         cpu_decodes=cpu_decodes,
         completed_tokens=len(result.completing),
         waiting=state.queue.num_waiting,
         running=state.queue.num_running,
         parked=state.num_in_flight,
         moves=len(plan.moves),
-        gpu_blocks_free=state.blocks.num_free(Placement.GPU),
-        cpu_blocks_free=state.blocks.num_free(Placement.CPU),
+        gpu_blocks_free=state.blocks.num_free(GPU),
+        cpu_blocks_free=state.blocks.num_free(CPU),
         preemptions=preemptions,
         predicted_us=plan.predicted_us,
         candidates_us=dict(plan.candidates_us) or None,

@@ -28,7 +28,7 @@ class Watch:
         """Rows of `live` requests that were to complete a token and did not, and cohorts that were
         in flight and are neither that nor complete; or tokens that nobody asked for. A new cohort
         may be left alone, for another pass: see `standstill`."""
-        due = {i for b in plan.sub_batches for i, _, _, _, completes in b.rows if completes}
+        due = {row.request_id for b in plan.sub_batches for row in b.rows if row.completes}
         completing = set(result.completing)
         missing = due - completing
         missing |= self._in_flight - result.in_flight - completing

@@ -93,10 +93,8 @@ class BlockManager:
         free ones; returns the blocks, in order."""
         if not request_ids:
             return []
-        pool = self._free[self._holdings[request_ids[0]].side]
-        count = min(len(pool), len(request_ids))
-        gained = pool[len(pool) - count :][::-1]
-        del pool[len(pool) - count :]
+        side = self._holdings[request_ids[0]].side
+        gained = self._take(side, min(len(self._free[side]), len(request_ids)))
         for request_id, block in zip(request_ids, gained, strict=False):
             self._holdings[request_id].blocks.append(block)
             self._rooms[request_id] += self.block_size
@@ -115,8 +113,7 @@ class BlockManager:
             raise ValueError(f"no room on {target.value} for request {request_id}")
         holding.leaving = (holding.side, holding.blocks)
         self._num_leaving[holding.side] += len(holding.blocks)
-        holding.side, count = target, len(holding.blocks)
-        holding.blocks = [self._free[target].pop() for _ in range(count)]
+        holding.side, holding.blocks = target, self._take(target, len(holding.blocks))
         return tuple(holding.blocks)
 
     def finish_move(self, request_id: int) -> None:
@@ -154,8 +151,14 @@ class BlockManager:
     def _grow(self, request_id: int, num_tokens: int) -> tuple[int, ...]:
         holding = self._holdings[request_id]
         missing = max(0, self.blocks_for(num_tokens) - len(holding.blocks))
-        pool = self._free[holding.side]
-        gained = [pool.pop() for _ in range(missing)]
+        gained = self._take(holding.side, missing)
         holding.blocks += gained
         self._rooms[request_id] = len(holding.blocks) * self.block_size
         return tuple(gained)
+
+    def _take(self, side: Placement, count: int) -> list[int]:
+        """The next `count` free blocks; there are as many."""
+        pool = self._free[side]
+        taken = pool[len(pool) - count :][::-1]
+        del pool[len(pool) - count :]
+        return taken

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swiftapex.core.plan import Inequality
-from swiftapex.core.request import Placement
+from swiftapex.core.request import CPU
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -84,7 +84,7 @@ def _overlap(
     longer than the pass, they advance by less than a layer."""
     load, in_flight = first.load, state.num_in_flight + rows
     cohorts = len(state.cohorts) + bool(rows)
-    visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
+    visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(CPU))
     chunk_tokens, keep, attention_us = sum(tokens for tokens, _ in load.chunks), None, None
     if chunk_tokens:
         keep = overlap_chunk_tokens(cost, load, in_flight, visit, state.cpu_free)

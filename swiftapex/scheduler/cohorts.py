@@ -32,8 +32,9 @@ class CohortBook:
 
     def settle(self, in_flight: frozenset[int]) -> None:
         """Forgets those that have come back. An aborted member counts until its cohort does."""
-        left = (members & in_flight for members in self._members)
-        self._members = [members for members in left if members]
+        if not all(members <= in_flight for members in self._members):
+            left = (members & in_flight for members in self._members)
+            self._members = [members for members in left if members]
 
 
 def cohorts_wanted(num_cpu: int, setting: int | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import CPU, GPU, Request
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.state import SchedulerState
 
@@ -44,7 +44,7 @@ def _make_room(state: SchedulerState, request: Request, demote: bool, coming: in
         victim = state.newest_on_gpu()  # there is one: the asking request itself
         if demote and _can_demote(state, victim):
             coming += state.blocks.num_blocks_of(victim.request_id) - 1
-            state.move(victim, Placement.CPU)
+            state.move(victim, CPU)
             return coming
         state.preempt(victim)
     return coming
@@ -53,9 +53,9 @@ def _make_room(state: SchedulerState, request: Request, demote: bool, coming: in
 def _can_demote(state: SchedulerState, request: Request) -> bool:
     """Whether the CPU has room, with one more block for each request there: a demotion that makes
     another request recompute gains nothing."""
-    need = state.blocks.num_blocks_of(request.request_id) + state.running_on(Placement.CPU) + 1
-    fits = need <= state.blocks.num_free(Placement.CPU)
-    return fits and state.can_move(request, Placement.CPU)
+    need = state.blocks.num_blocks_of(request.request_id) + state.running_on(CPU) + 1
+    fits = need <= state.blocks.num_free(CPU)
+    return fits and state.can_move(request, CPU)
 
 
 def promote(state: SchedulerState, batch: BatchDraft) -> None:
@@ -65,22 +65,22 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
 
     First come, first served: where the oldest does not fit, none younger is let past it.
     """
-    on_gpu = state.running_on(Placement.GPU)
-    if state.blocks.num_free(Placement.GPU) <= on_gpu:
+    on_gpu = state.running_on(GPU)
+    if state.blocks.num_free(GPU) <= on_gpu:
         return
     for request in state.cpu_decodes_by_age():
-        if not state.is_free(request) or not state.fits_alone(request, Placement.GPU):
+        if not state.is_free(request) or not state.fits_alone(request, GPU):
             continue
         on_gpu += 1
         if not _fits_beside(state, request, on_gpu) or on_gpu > batch.limits.max_batch_size:
             break
-        state.move(request, Placement.GPU)
+        state.move(request, GPU)
 
 
 def _fits_beside(state: SchedulerState, request: Request, on_gpu: int) -> bool:
     """Whether the GPU has the request's blocks, and one more for each of `on_gpu` requests."""
     need = state.blocks.num_blocks_of(request.request_id) + on_gpu
-    return need <= state.blocks.num_free(Placement.GPU)
+    return need <= state.blocks.num_free(GPU)
 
 
 def gpu_batch(state: SchedulerState) -> BatchDraft:
@@ -88,12 +88,12 @@ def gpu_batch(state: SchedulerState) -> BatchDraft:
     batch = state.new_batch()
     add_gpu_decodes(state, batch, demote=False)
     for request in state.prefilling():
-        state.add_chunk(batch, request, batch.room)
+        state.add_chunk(batch, request)
     while batch.room > 0 and state.queue.num_waiting:
         request = state.queue.first_waiting
         full = state.queue.num_running >= state.limits.max_batch_size
-        if full or not state.can_start(request, Placement.GPU):
+        if full or not state.can_start(request, GPU):
             break
-        state.start(request, Placement.GPU)
-        state.add_chunk(batch, request, batch.room)
+        state.start(request, GPU)
+        state.add_chunk(batch, request)
     return batch

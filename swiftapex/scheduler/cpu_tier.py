@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import CPU, Request
 from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.index import Lazily
@@ -26,7 +26,7 @@ def take_cpu_decode(state: SchedulerState, batch: BatchDraft, request: Request) 
     if not state.is_free(request) or batch.room == 0:
         return False
     while not state.has_block(request):
-        on_cpu = [r for r in state.queue.running if r.placement.side is Placement.CPU]
+        on_cpu = [r for r in state.queue.running if r.placement.side is CPU]
         newest = next(r for r in reversed(on_cpu) if state.is_free(r))
         if newest is request:
             if state.overdue([request]) and on_cpu[0] is not request:
@@ -39,7 +39,7 @@ def take_cpu_decode(state: SchedulerState, batch: BatchDraft, request: Request) 
 
 def take_cpu_decodes(state: SchedulerState, batch: BatchDraft, requests: Lazily, most: int) -> None:
     """`take_cpu_decode` for requests in order, until `most` are in the batch."""
-    if state.blocks.num_free(Placement.CPU) >= most:  # nobody has to yield
+    if state.blocks.num_free(CPU) >= most:  # nobody has to yield
         state.add_decodes(batch, requests.first(most))
         return
     for request in list(requests):
@@ -52,7 +52,7 @@ def add_cpu_halves(
     state: SchedulerState, first: BatchDraft, second: BatchDraft, requests: Lazily
 ) -> None:
     """CPU decodes in turn into the sub-batch that holds fewer of them."""
-    if state.blocks.num_free(Placement.CPU) >= state.num_idle:  # nobody has to yield
+    if state.blocks.num_free(CPU) >= state.num_idle:  # nobody has to yield
         _deal(state, first, second, requests)
         return
     halves = [first, second]
@@ -82,7 +82,7 @@ def cohort_rows(state: SchedulerState, setting: int | None) -> int:
     once, in a cohort beyond the wanted number if need be.
     """
     idle = state.num_idle
-    on_cpu = state.num_decoding(Placement.CPU)
+    on_cpu = state.num_decoding(CPU)
     wanted = cohorts_wanted(on_cpu, setting)
     overdue = len(state.overdue(state.cpu_decodes()))
     if not idle or (len(state.cohorts) >= wanted and not overdue):

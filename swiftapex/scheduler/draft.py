@@ -88,7 +88,7 @@ class BatchDraft:
                 self.num_tokens,
                 self._read[_GPU_DECODES],
                 self._read[_CPU_DECODES],
-                tuple([(len(ids or ()), start) for _, _, start, ids, _ in self.chunks]),
+                tuple([(len(row.token_ids or ()), row.start) for row in self.chunks]),
                 len(self.gpu_decodes),
                 len(self.cpu_decodes),
             )

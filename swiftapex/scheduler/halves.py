@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from swiftapex.cost_model import CostModel, Load, cpu_side_attention_us, gpu_side_attention_us
 
@@ -21,15 +22,14 @@ class _Half:
     attention_us: float  # T_ca
     picks: list[int] = field(default_factory=list)  # candidates that it took
     beside_us: float = 0.0  # the GPU's work that hides T_ca
+    spare_us: float = 0.0  # what that leaves the CPU
 
-    @property
-    def spare_us(self) -> float:
-        """What the CPU has left."""
-        return self.beside_us - self.attention_us
-
-    def put(self, picks: Iterable[int], count: int, tokens: int) -> None:
-        """Takes in `count` candidates."""
-        self.picks.extend(picks)
+    def put(self, start: int, count: int, tokens: int) -> None:
+        """Takes in `count` candidates from `start` on."""
+        if count == 1:
+            self.picks.append(start)
+        else:
+            self.picks.extend(range(start, start + count))
         self.rows += count
         self.room -= count
         self.cpu_decodes += count
@@ -40,8 +40,8 @@ class Halves:
     """Sub-batch 0, which starts as `main`, and sub-batch 1, with room for `rooms` more rows."""
 
     def __init__(self, cost: CostModel, main: Load, rooms: tuple[int, int]) -> None:
-        self._cost = cost
-        self._cpu_us = cost.cpu_attention_us
+        self._cpu_us, self._linear_us = cost.cpu_attention_us, cost.linear_us
+        self._hand_off_us = cost.hand_off_us
         self._main = main
         self._gpu_attention_us = gpu_side_attention_us(cost, main)
         attention_us = cpu_side_attention_us(cost, main)
@@ -63,8 +63,10 @@ class Halves:
 
     def fits(self, tokens: int) -> bool:
         """Whether `take` would put a candidate of so many tokens somewhere."""
-        halves = self._first, self._second
-        return any(half.beside_us >= self._us_with(half, 1, tokens) for half in halves)
+        first, second = self._first, self._second
+        if first.beside_us >= self._us_with(first, 1, tokens):
+            return True
+        return second.beside_us >= self._us_with(second, 1, tokens)
 
     def take(self, start: int, count: int, tokens: int, must: bool = False) -> bool:
         """Puts `count` candidates from `start` on, which read `tokens` tokens together, where the
@@ -80,8 +82,8 @@ class Halves:
                 best, us, spare = other, other_us, other.beside_us - other_us
         if count > best.room or (spare < 0 and not must):
             return False
-        best.put(range(start, start + count), count, tokens)
-        best.attention_us = us
+        best.put(start, count, tokens)
+        best.attention_us, best.spare_us = us, spare
         self._lengthen(best)
         return True
 
@@ -91,7 +93,7 @@ class Halves:
             open_halves = [half for half in (self._second, self._first) if half.room > 0]
             if not open_halves:
                 break
-            min(open_halves, key=lambda half: half.cpu_tokens).put([index], 1, tokens)
+            min(open_halves, key=lambda half: half.cpu_tokens).put(index, 1, tokens)
 
     @property
     def picks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -109,14 +111,14 @@ class Halves:
     def _us_with(self, half: _Half, count: int, tokens: int) -> float:
         """T_ca of a half with `count` candidates more; infinite where it has no room for them."""
         if count > half.room:
-            return float("inf")
+            return inf
         return self._cpu_us(half.cpu_tokens + tokens, half.cpu_decodes + count)
 
     def _lengthen(self, half: _Half) -> None:
         """What the GPU does for this half has become longer, which hides the other's attention:
         T_l1 + T_ga0 what the CPU does for the first half, T_l0 what for the second."""
-        linear = self._cost.linear_us(half.rows) + self._cost.hand_off_us(half.cpu_decodes)
-        if half is self._first:
-            self._second.beside_us = linear
-        else:
-            self._first.beside_us = linear + self._gpu_attention_us
+        us = self._linear_us(half.rows) + self._hand_off_us(half.cpu_decodes)
+        other = self._second
+        if half is other:
+            other, us = self._first, us + self._gpu_attention_us
+        other.beside_us, other.spare_us = us, us - other.attention_us

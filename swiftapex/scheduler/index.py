@@ -9,12 +9,12 @@ from itertools import chain, islice, repeat
 from operator import attrgetter
 from typing import Any
 
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import GPU, Request
 
 _age = attrgetter("request_id")
 _turn = attrgetter("last_served", "request_id")
 _last_served = attrgetter("last_served")
-_AT_ONCE = 16  # requests that are looked at together, where the first few may do
+_AT_ONCE = 16  # requests that are looked at together, or as many as were by then
 
 
 class _Group:
@@ -25,7 +25,8 @@ class _Group:
         self._key = key
 
     def add(self, requests: list[Request]) -> None:
-        requests.sort(key=self._key)
+        if len(requests) > 1:
+            requests.sort(key=self._key)
         self.append(requests)
 
     def append(self, requests: list[Request]) -> None:
@@ -58,7 +59,7 @@ class Lazily:
     def groups(self) -> Iterator[list[Request]]:
         """All in order, a few at a time."""
         yield self._seen
-        while some := list(islice(self._more, _AT_ONCE)):
+        while some := list(islice(self._more, max(_AT_ONCE, len(self._seen)))):
             self._seen += some
             yield some
 
@@ -99,15 +100,17 @@ class RequestIndex:
         self._served.update(request_ids)
         self._turns += bool(request_ids)
 
-    def park(self, request: Request) -> None:
-        """A CPU decode of it has left for a pass: there its order does not matter, and it reads
-        what it did."""
-        request_id = request.request_id
-        group = self._group_of.get(request_id)
-        if group is not None:
-            del group.members[request_id]
-        self._group_of[request_id] = self._in_flight
-        self._in_flight.members[request_id] = request
+    def park(self, requests: Iterable[Request]) -> None:
+        """CPU decodes of theirs have left for a pass: there their order does not matter, and they
+        read what they did."""
+        group_of, in_flight = self._group_of, self._in_flight
+        for request in requests:
+            request_id = request.request_id
+            group = group_of.get(request_id)
+            if group is not None:
+                del group.members[request_id]
+            group_of[request_id] = in_flight
+            in_flight.members[request_id] = request
 
     def discard(self, request: Request) -> None:
         """It runs no longer."""
@@ -170,10 +173,11 @@ class RequestIndex:
             group_of[request_id] = group
             filed.setdefault(group, []).append(request)
             if group is not self._in_flight:  # what leaves for a pass reads what it did
-                tokens = 0 if request.placement is Placement.GPU else request.num_tokens
-                self._cpu_tokens += tokens - reads[request_id]
+                tokens = 0 if request.placement is GPU else request.num_tokens
+                self._cpu_tokens += tokens - reads.get(request_id, 0)
                 reads[request_id] = tokens
-        self._served.difference_update(self._touched)  # those were filed as they are by now
+        if self._served:
+            self._served.difference_update(self._touched)  # those were filed as they are by now
         self._touched.clear()
         if self._served:
             self._cpu.append(self._take_served())
@@ -184,12 +188,11 @@ class RequestIndex:
 
     def _take_served(self) -> list[Request]:
         """What `serve` was told of, out of its groups, in the order of their turns."""
-        served, idle = self._served, self._cpu.members
+        served, idle, in_flight = self._served, self._cpu.members, self._in_flight.members
         returned = served.difference(idle)
         self._note_ages(returned)
-        idle.update(zip(returned, map(self._in_flight.members.pop, returned), strict=True))
         self._group_of.update(zip(returned, repeat(self._cpu)))
-        requests = list(map(idle.pop, sorted(served)))
+        requests = [(in_flight if i in returned else idle).pop(i) for i in sorted(served)]
         self._reads.update(served)  # each reads one token more
         self._cpu_tokens += len(served)
         served.clear()
@@ -209,4 +212,4 @@ class RequestIndex:
             return self._in_flight
         if not request.is_decoding:
             return self._prefills
-        return self._gpu if request.placement is Placement.GPU else self._cpu
+        return self._gpu if request.placement is GPU else self._cpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swiftapex.core.plan import Inequality, StepPlan
-from swiftapex.core.request import Placement
+from swiftapex.core.request import CPU
 from swiftapex.cost_model import CostModel, overlap_us, visit_us
 from swiftapex.scheduler.cpu_tier import new_cohort
 from swiftapex.scheduler.draft import BatchDraft
@@ -29,7 +29,7 @@ def overlap_plan(
     if in_flight and main.chunks:
         if keep is None:
             cohorts = len(state.cohorts) + bool(rows)
-            visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(Placement.CPU))
+            visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(CPU))
             keep = overlap_chunk_tokens(cost, main.load, in_flight, visit, state.cpu_free)
         cut_chunks(state, main, main.chunks, keep)
     cohort = new_cohort(state, main, rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from swiftapex.core.plan import Row
-from swiftapex.core.request import Placement, Request
+from swiftapex.core.request import CPU, GPU, STAGING, Placement, Request
 from swiftapex.cost_model import CostModel, Load, asymmetric_us, overlap_us, visit_us
 from swiftapex.scheduler.draft import BatchDraft
 from swiftapex.scheduler.state import SchedulerState
@@ -21,14 +21,14 @@ CpuFull = Callable[[BatchDraft, Request], bool]
 def add_prefill(state: SchedulerState, batch: BatchDraft, place: Place) -> None:
     """Chunks of running requests, oldest first, then of waiting ones, which start in order."""
     for request in state.prefilling():
-        state.add_chunk(batch, request, batch.room)
+        state.add_chunk(batch, request)
     while batch.room > 0 and state.queue.num_waiting:
         request = state.queue.first_waiting
         placement = place(batch, request)
         if placement is None:
             break
         state.start(request, placement)
-        state.add_chunk(batch, request, batch.room)
+        state.add_chunk(batch, request)
 
 
 def gpu_first(state: SchedulerState, cpu_full: CpuFull, keep_busy: bool = True) -> Place:
@@ -38,11 +38,11 @@ def gpu_first(state: SchedulerState, cpu_full: CpuFull, keep_busy: bool = True) 
 
     def place(batch: BatchDraft, request: Request) -> Placement | None:
         if _gpu_has_room(state, batch, request) and not _older_waits(state, request):
-            return Placement.GPU
-        idle = state.running_on(Placement.CPU) == 0
-        idle = idle and (keep_busy or not state.fits_alone(request, Placement.GPU))
+            return GPU
+        idle = state.running_on(CPU) == 0
+        idle = idle and (keep_busy or not state.fits_alone(request, GPU))
         if _cpu_has_room(state, request) and (idle or not cpu_full(batch, request)):
-            return Placement.STAGING
+            return STAGING
         return None
 
     return place
@@ -52,9 +52,9 @@ def cpu_first(state: SchedulerState) -> Place:
     """To the CPU always; to the GPU only what could never be there."""
 
     def place(batch: BatchDraft, request: Request) -> Placement | None:
-        if state.fits_alone(request, Placement.STAGING):
-            return Placement.STAGING if _cpu_has_room(state, request) else None
-        return Placement.GPU if _gpu_has_room(state, batch, request) else None
+        if state.fits_alone(request, STAGING):
+            return STAGING if _cpu_has_room(state, request) else None
+        return GPU if _gpu_has_room(state, batch, request) else None
 
     return place
 
@@ -63,27 +63,26 @@ def _older_waits(state: SchedulerState, request: Request) -> bool:
     """Whether an older CPU request that is not in flight would rather be on the GPU; it may have a
     row in this plan."""
     return any(
-        r.request_id < request.request_id and state.fits_alone(r, Placement.GPU)
-        for r in state.idle_on_cpu
+        r.request_id < request.request_id and state.fits_alone(r, GPU) for r in state.idle_on_cpu
     )
 
 
 def _gpu_has_room(state: SchedulerState, batch: BatchDraft, request: Request) -> bool:
-    rows = state.running_on(Placement.GPU) < batch.limits.max_batch_size
-    return rows and state.can_start(request, Placement.GPU)
+    rows = state.running_on(GPU) < batch.limits.max_batch_size
+    return rows and state.can_start(request, GPU)
 
 
 def _cpu_has_room(state: SchedulerState, request: Request) -> bool:
     """Whether a prompt bound for the CPU can start now, beside what is kept free there for GPU
     requests that may be demoted: as many blocks as they own, at most half of the pool. More would
     leave a CPU pool idle that is no larger than the GPU's."""
-    if state.staging_blocks_left == 0 or not state.can_start(request, Placement.STAGING):
+    if state.staging_blocks_left == 0 or not state.can_start(request, STAGING):
         return False
-    on_gpu = state.blocks.num_owned(Placement.GPU)
-    kept = min(on_gpu, state.blocks.num_total(Placement.CPU) // 2)
-    spare = state.running_on(Placement.CPU)
+    on_gpu = state.blocks.num_owned(GPU)
+    kept = min(on_gpu, state.blocks.num_total(CPU) // 2)
+    spare = state.running_on(CPU)
     need = state.blocks.blocks_for(request.num_tokens) + spare + kept
-    return need <= state.blocks.num_free(Placement.CPU)
+    return need <= state.blocks.num_free(CPU)
 
 
 def full_for_split(state: SchedulerState, cost: CostModel) -> CpuFull:
@@ -91,7 +90,7 @@ def full_for_split(state: SchedulerState, cost: CostModel) -> CpuFull:
 
     def full(batch: BatchDraft, request: Request) -> bool:
         tokens = state.cpu_tokens + request.num_tokens
-        count = state.running_on(Placement.CPU) + 1
+        count = state.running_on(CPU) + 1
         load = batch.load
         first = load if load.rows else load.with_rows(1)
         cycle = asymmetric_us(cost, first, Load(rows=count))
@@ -105,7 +104,7 @@ def full_for_overlap(state: SchedulerState, cost: CostModel, cohorts: int) -> Cp
 
     def full(batch: BatchDraft, request: Request) -> bool:
         tokens = state.cpu_tokens + request.num_tokens
-        count = state.running_on(Placement.CPU) + 1
+        count = state.running_on(CPU) + 1
         load = batch.load
         load = load if load.rows else load.with_rows(1)
         a_pass = overlap_us(cost, load, count, cohorts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -116,7 +116,7 @@ class RequestQueue:
         if request.num_generated:
             self._ended.add(request)
         if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
+            _take_out(self._waiting, request)
         elif request.state is RequestState.RUNNING:
             self._stop(request)
         request.state = RequestState.FINISHED
@@ -134,5 +134,12 @@ class RequestQueue:
         assert self._running_by_id == {r.request_id: r for r in self._running}
 
     def _stop(self, request: Request) -> None:
-        self._running.remove(request)
+        _take_out(self._running, request)
         del self._running_by_id[request.request_id]
+
+
+def _take_out(requests: list[Request], request: Request) -> None:
+    """Of those in order of arrival."""
+    index = bisect_left(requests, request.request_id, key=_age)
+    assert requests[index] is request
+    del requests[index]

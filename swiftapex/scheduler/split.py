@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from swiftapex.core.request import Placement
+from swiftapex.core.request import CPU
 from swiftapex.cost_model import (
     CostModel,
     Load,
@@ -64,10 +64,12 @@ def choose_split(
         return Split(halves.picks, halves.loads)
     contexts = iter(contexts)
     index = 0  # of the first candidate that has not been decided on
+    size = wanted // _WANTED_GROUPS
+    if size <= 1 or wanted > min(rooms):  # one by one
+        forced = max(forced, wanted)
     for tokens in islice(contexts, forced):
         halves.take(index, 1, tokens, must=True)
         index += 1
-    size = max(1, wanted // _WANTED_GROUPS) if wanted <= min(rooms) else 1
     while index < wanted and (group := list(islice(contexts, min(size, wanted - index)))):
         halves.take(index, len(group), sum(group), must=True)
         index += len(group)
@@ -79,12 +81,16 @@ def choose_split(
     rest = chain(group, contexts)
     ahead = list(islice(rest, _LOOK_ON))
     left_out = float("inf")  # tokens of the shortest one that did not fit
-    while ahead and (shortest := min(ahead)) < left_out and halves.fits(shortest):
-        for passed, tokens in enumerate(ahead, start=1):  # one is taken, at the latest the shortest
+    while ahead:
+        for passed, tokens in enumerate(ahead, start=1):
             if tokens < left_out:
                 if halves.take(index + passed - 1, 1, tokens):
                     break
+                if not halves.fits(min(ahead)):
+                    return Split(halves.picks, halves.loads)
                 left_out = tokens
+        else:
+            break
         index += passed
         ahead = ahead[passed:] + list(islice(rest, passed))
     return Split(halves.picks, halves.loads)
@@ -113,7 +119,7 @@ def add_split(
     split: Split,
 ) -> None:
     """Puts the chosen CPU decodes into the drafts, in the order of `requests`."""
-    if state.blocks.num_free(Placement.CPU) >= split.count:  # nobody has to yield
+    if state.blocks.num_free(CPU) >= split.count:  # nobody has to yield
         for draft, picks in zip(drafts, split.picks, strict=True):
             seen = requests.first(max(picks, default=-1) + 1)
             state.add_decodes(draft, list(map(seen.__getitem__, picks)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from swiftapex.core.plan import Inequality, Move, Row, StepPlan, decode_rows
-from swiftapex.core.request import Placement, Request, RequestState
+from swiftapex.core.request import CPU, GPU, STAGING, Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.draft import BatchDraft, Limits
 from swiftapex.scheduler.queue import RequestQueue
@@ -64,20 +64,21 @@ class SchedulerState(SchedulerView):
             batch.add_decodes(decode_rows(ids, requests[0].placement, starts), sum(starts) + count)
         return count
 
-    def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int) -> int:
-        """Adds the next prefill chunk of a running request; returns its tokens (0: no room)."""
+    def add_chunk(self, batch: BatchDraft, request: Request, max_tokens: int | None = None) -> int:
+        """Adds the next prefill chunk of a running request, of `max_tokens` tokens at most (None:
+        all that the batch has room for); returns its tokens (0: no room)."""
         assert self.is_free(request)
-        start = request.num_computed
-        end = min(request.num_tokens, start + min(max_tokens, batch.room))
-        if request.placement is Placement.STAGING:
+        start, placement, num_tokens = request.num_computed, request.placement, request.num_tokens
+        room = batch.room if max_tokens is None else min(max_tokens, batch.room)
+        end = min(num_tokens, start + room)
+        if placement is STAGING:
             end = min(end, self._staging_left * self.blocks.block_size)
         if end <= start:
             return 0
-        if request.placement is Placement.STAGING:
+        if placement is STAGING:
             self._staging_left -= self.blocks.blocks_for(end)
         ids = request.token_ids(start, end)
-        done = end == request.num_tokens
-        batch.add(Row(request.request_id, request.placement, start, ids, done))
+        batch.add(Row(request.request_id, placement, start, ids, end == num_tokens))
         self._serve(request)
         return end - start
 
@@ -86,7 +87,7 @@ class SchedulerState(SchedulerView):
         assert row.request_id == request.request_id and num_tokens < row.num_tokens
         batch.remove(row)
         self._planned.remove(request.request_id)
-        if row.placement is Placement.STAGING:
+        if row.placement is STAGING:
             self._staging_left += self.blocks.blocks_for(row.start + row.num_tokens)
         if num_tokens:
             self.add_chunk(batch, request, num_tokens)
@@ -106,7 +107,7 @@ class SchedulerState(SchedulerView):
         """The oldest waiting request gets blocks for all tokens that it has now."""
         self.queue.start(request)
         request.placement, request.last_served = placement, self.iteration
-        self._on_gpu += placement is Placement.GPU
+        self._on_gpu += placement is GPU
         self._index.touch(request)
         self._news.admit(request)
         gained = self.blocks.allocate(request.request_id, placement.side, request.num_tokens)
@@ -137,7 +138,7 @@ class SchedulerState(SchedulerView):
         new = self.blocks.begin_move(request_id, target)
         self._news.move(Move(request_id, source, target, old, new))
         self.num_moves += 1
-        self._on_gpu += 1 if target is Placement.GPU else -1
+        self._on_gpu += 1 if target is GPU else -1
         request.placement, request.moving = target, True
         self._serve(request)
         self._index.touch(request)
@@ -194,24 +195,26 @@ class SchedulerState(SchedulerView):
             if (request := running(move.request_id)) is not None:
                 request.moving = False
         served = []  # CPU decodes
-        for row in (row for b in plan.sub_batches + plan.new_cohorts for row in b.rows):
-            if row.placement is Placement.GPU and row.is_decode:
-                continue  # stays what and where it is
-            if row.request_id in in_flight or (request := running(row.request_id)) is None:
-                continue  # see below, or it has ended
-            if row.is_decode and request.num_computed > row.start:  # not a cohort left alone
-                served.append(row.request_id)
-            else:
-                self._advanced(request)
-        turn = self.iteration - 1  # until then it was under way
-        for request_id in self._in_flight ^ in_flight:
-            if (request := running(request_id)) is not None:
-                request.last_served = turn
-                request.in_flight = request_id in in_flight
-                if request.in_flight:
-                    self._index.park(request)
-                else:
+        for batch in plan.sub_batches + plan.new_cohorts:
+            for row in batch.rows:
+                if row.placement is GPU and row.token_ids is None:
+                    continue  # stays what and where it is
+                request_id = row.request_id
+                if request_id in in_flight or (request := running(request_id)) is None:
+                    continue  # see below, or it has ended
+                if row.token_ids is None and request.num_computed > row.start:
                     served.append(request_id)
+                else:  # a chunk, or of a cohort that was left alone
+                    self._advanced(request)
+        turn = self.iteration - 1  # until then it was under way
+        left = [request for i in in_flight - self._in_flight if (request := running(i)) is not None]
+        for request in left:
+            request.last_served, request.in_flight = turn, True
+        self._index.park(left)
+        for request_id in self._in_flight - in_flight:
+            if (request := running(request_id)) is not None:
+                request.last_served, request.in_flight = turn, False
+                served.append(request_id)
         self._index.serve(served)
         self._in_flight = in_flight
         for request_id in [r for r in self._draining if r not in in_flight]:
@@ -225,22 +228,22 @@ class SchedulerState(SchedulerView):
         owners = {r.request_id for r in self.queue.running} | self._draining
         assert self.blocks.owners() == owners, "blocks are owned by a request that does not run"
         running = self.queue.running
-        assert self._on_gpu == sum(r.placement is Placement.GPU for r in running)
+        assert self._on_gpu == sum(r.placement is GPU for r in running)
         assert self.num_in_flight == sum(r.in_flight for r in running)
-        on_cpu = [r.num_tokens for r in running if r.placement is not Placement.GPU]
+        on_cpu = [r.num_tokens for r in running if r.placement is not GPU]
         assert self.cpu_tokens == sum(on_cpu)
 
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""
-        if request.placement is Placement.STAGING and (
+        if request.placement is STAGING and (
             request.is_decoding or request.num_computed == request.num_tokens
         ):
-            request.placement = Placement.CPU
+            request.placement = CPU
         self._index.touch(request)
 
     def _left(self, request: Request) -> None:
         """A running request is about to run no longer."""
-        self._on_gpu -= request.placement is Placement.GPU
+        self._on_gpu -= request.placement is GPU
         self._index.discard(request)
 
     def _serve(self, request: Request) -> None:

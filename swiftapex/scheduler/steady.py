@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
@@ -87,9 +88,9 @@ class Mix:
         return Load(decodes + chunk, decodes * each, 0, chunks, decodes)
 
 
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """An iteration that could go on for ever."""
+class Steady(NamedTuple):
+    """An iteration that could go on for ever. A named tuple, since a comparison makes dozens, each
+    with its worth put in afterwards."""
 
     rate: float  # tokens per µs
     us: float
@@ -106,7 +107,7 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
         return Steady(0.0, 0.0, mix.max_tokens)
     chunk = _chunk(mix, mix.gpu_decodes)
     found = _steady(mix, mix.gpu_decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk)))
-    return replace(found, worth=found.rate)
+    return found._replace(worth=found.rate)
 
 
 def asymmetric(cost: CostModel, mix: Mix) -> Steady:
@@ -131,7 +132,7 @@ def asymmetric(cost: CostModel, mix: Mix) -> Steady:
         fewer = [_two_batches(cost, mix, number) for number in _fewer(mix, hidden)]
         choice = _best([*fewer, *found[: shortest + 1]])
         top = max(top, choice.worth)
-    return replace(choice, worth=top)  # weighed against other strategies by the best there is
+    return choice._replace(worth=top)  # weighed against other strategies by the best there is
 
 
 def _fewer(mix: Mix, than: int) -> list[int]:
@@ -195,7 +196,8 @@ def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
     found = {number: _one_batch(cost, mix, number, cohorts) for number in numbers}
     best = _best(found.values())
     present = found.get(min(mix.on_cpu, mix.cpu_decodes), best)
-    return replace(present if present.worth >= _NEARLY * best.worth else best, worth=best.worth)
+    nearly = present.worth >= _NEARLY * best.worth
+    return (present if nearly else best)._replace(worth=best.worth)
 
 
 def _one_batch(cost: CostModel, mix: Mix, parked: int, cohorts: int | None) -> Steady:
@@ -234,7 +236,7 @@ def weighed(
     output to spread the cost over."""
     missing = found.on_cpu - mix.on_cpu
     if missing <= 0 or not mix.prompt_share or not found.rate:
-        return replace(found, worth=found.rate)
+        return found._replace(worth=found.rate)
     most, output = mix.max_tokens, mix.output
     prompt = Load(rows=most, chunks=((most, 0),))
     prompt_us = gpu_only_us(cost, prompt) / most * output * mix.prompt_share
@@ -242,7 +244,7 @@ def weighed(
     known, coming = mix.known_tokens, mix.coming_tokens
     of_a_token = min(max(0.0, prompt_us - spared_us) / known, prompt_us / (known + coming))
     worth = 1 / (1 / found.rate + missing * of_a_token)
-    return replace(found, worth=worth, there=mix.on_cpu / found.on_cpu)
+    return found._replace(worth=worth, there=mix.on_cpu / found.on_cpu)
 
 
 def _chunk(mix: Mix, tokens: float) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice, takewhile
+from itertools import islice
 
-from swiftapex.core.request import Placement, Request, RequestState
+from swiftapex.core.request import CPU, GPU, STAGING, Placement, Request, RequestState
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.cohorts import CohortBook
 from swiftapex.scheduler.draft import BatchDraft, Limits
 from swiftapex.scheduler.index import Lazily, RequestIndex
 from swiftapex.scheduler.news import News
 from swiftapex.scheduler.queue import RequestQueue
+
+_RUNNING = RequestState.RUNNING  # asked for very often: see `Placement`
 
 
 class SchedulerView:
@@ -38,14 +40,14 @@ class SchedulerView:
     def is_free(self, request: Request) -> bool:
         """Running, at a token boundary, and not yet in this plan: may get a row, move or yield."""
         return (
-            request.state is RequestState.RUNNING
+            request.state is _RUNNING
             and not (request.in_flight or request.moving)
             and request.request_id not in self._planned
         )
 
     def decoding(self, side: Placement) -> list[Request]:
         """Free requests whose next step is a decode on `side`, oldest first."""
-        if side is Placement.GPU:
+        if side is GPU:
             return list(self.gpu_decodes())
         return sorted(self.cpu_decodes(), key=lambda r: r.request_id)
 
@@ -79,12 +81,12 @@ class SchedulerView:
 
     def running_on(self, side: Placement) -> int:
         """Running requests whose blocks are on `side`, in flight or not."""
-        return self._on_gpu if side is Placement.GPU else self.queue.num_running - self._on_gpu
+        return self._on_gpu if side is GPU else self.queue.num_running - self._on_gpu
 
     def num_decoding(self, side: Placement) -> int:
         """Running requests that decode on `side`, in flight or not."""
         on_gpu, on_cpu, in_flight = self._index.counts()
-        return on_gpu if side is Placement.GPU else on_cpu + in_flight
+        return on_gpu if side is GPU else on_cpu + in_flight
 
     @property
     def num_idle(self) -> int:
@@ -103,7 +105,7 @@ class SchedulerView:
     @property
     def cpu_free(self) -> float:
         """Share of the CPU's KV blocks that nobody owns."""
-        return self.blocks.num_free(Placement.CPU) / max(1, self.blocks.num_total(Placement.CPU))
+        return self.blocks.num_free(CPU) / max(1, self.blocks.num_total(CPU))
 
     @property
     def moving_tokens(self) -> int:
@@ -121,8 +123,13 @@ class SchedulerView:
         for twice that. All at once, in one iteration, would make everyone else wait for long."""
         skipped = self.limits.max_skipped
         since = self.iteration - skipped
-        most = max(1, -(-self.num_decoding(Placement.CPU) // max(1, skipped)))
-        return list(islice(takewhile(lambda r: r.last_served < since, requests), most))
+        most = max(1, -(-self.num_decoding(CPU) // max(1, skipped)))
+        found: list[Request] = []
+        for request in requests:
+            if request.last_served >= since or len(found) == most:
+                break
+            found.append(request)
+        return found
 
     @property
     def staging_blocks_left(self) -> int:
@@ -142,18 +149,18 @@ class SchedulerView:
 
     def needs_cpu(self, request: Request) -> bool:
         """Whether the request has its KV on the CPU, or could never have it on the GPU."""
-        on_cpu = request.state is RequestState.RUNNING and request.placement.side is Placement.CPU
-        return on_cpu or not self.fits_alone(request, Placement.GPU)
+        on_cpu = request.state is _RUNNING and request.placement.side is CPU
+        return on_cpu or not self.fits_alone(request, GPU)
 
     def most_blocks(self, uses_cpu: bool) -> int:
         """Blocks of the largest request that can start, on the GPU alone without `uses_cpu`."""
-        on_gpu = self._capacity(Placement.GPU)
-        return max(on_gpu, self._capacity(Placement.STAGING)) if uses_cpu else on_gpu
+        on_gpu = self._capacity(GPU)
+        return max(on_gpu, self._capacity(STAGING)) if uses_cpu else on_gpu
 
     def capacity_words(self, uses_cpu: bool) -> str:
         """What there is, for a message that says that it is too little."""
-        gpu = self.blocks.num_total(Placement.GPU)
-        cpu = self.blocks.num_total(Placement.CPU)
+        gpu = self.blocks.num_total(GPU)
+        cpu = self.blocks.num_total(CPU)
         if not cpu or not uses_cpu:
             return f"{gpu} exist"
         return (
@@ -163,7 +170,7 @@ class SchedulerView:
 
     def _capacity(self, placement: Placement) -> int:
         total = self.blocks.num_total(placement.side)
-        return min(total, self.limits.staging_blocks) if placement is Placement.STAGING else total
+        return min(total, self.limits.staging_blocks) if placement is STAGING else total
 
     def _unplanned(self, requests: dict[int, Request]) -> Lazily:
         planned = self._planned
@@ -174,5 +181,5 @@ class SchedulerView:
     def _newest_free(self, oldest_first: dict[int, Request]) -> Iterator[Request]:
         """The newest of them that is free and on the GPU, if any."""
         newest_first = reversed(oldest_first.values())
-        found = (r for r in newest_first if r.placement is Placement.GPU and self.is_free(r))
+        found = (r for r in newest_first if r.placement is GPU and self.is_free(r))
         return islice(found, 1)
