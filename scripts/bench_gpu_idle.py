@@ -109,7 +109,7 @@ def add_requests(engine: Engine, strategy: str, args: argparse.Namespace) -> Non
     mean_input, mean_output = map(int, args.lengths.split("x"))
     workload = Workload(mean_input, mean_output, args.seed)
     if make_policy(*parsed(strategy)).uses_cpu:
-        Run(engine, workload).fill(args.requests)
+        Run(engine, workload, args.block_size).fill(args.requests)
         return
     steps = args.warmup + 2 * (args.passes + SETTLE) + 2
     block = args.block_size

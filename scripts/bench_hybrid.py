@@ -31,7 +31,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -43,6 +43,7 @@ from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
 from swiftapex.executor.ray_executor import ControlTraffic, RayExecutor
 from swiftapex.policies import make_policy
+from swiftapex.simulation.engine import SimulatedEngine
 
 KINDS = ("window", "decode", "whole")
 AGREE = 0.05  # of the requests that a window prefilled and decoded
@@ -136,9 +137,10 @@ class Workload:
 class Run:
     """Requests on an engine, and what they have gained so far."""
 
-    def __init__(self, engine: Engine, workload: Workload) -> None:
+    def __init__(self, engine: Engine | SimulatedEngine, workload: Workload, size: int) -> None:
         self._engine = engine
         self._workload = workload
+        self._block_size = size
         self.requests: list[Request] = []
 
     def add(self, count: int) -> None:
@@ -161,7 +163,7 @@ class Run:
 
     def _held_by_gpu(self, cpu_share: float) -> int:
         """Requests whose KV the GPU holds, from `cpu_share` of their output on."""
-        workload, size = self._workload, self._engine.profiled.engine.block_size
+        workload, size = self._workload, self._block_size
         tokens = workload.mean_input + (1 + cpu_share) / 2 * workload.mean_output
         return int(self._engine.stats().gpu_blocks_total // (tokens / size + 2))
 
@@ -178,18 +180,25 @@ class Run:
         return sum(len(r.output_ids) for r in self.requests)
 
 
-def window(run: Run, engine: Engine, lengths: Lengths, args: argparse.Namespace, feed: bool) -> Any:
+def window(
+    run: Run,
+    engine: Engine | SimulatedEngine,
+    lengths: Lengths,
+    args: argparse.Namespace,
+    feed: bool,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Any:
     most = args.requests if lengths.requests is None else lengths.requests
     run.fill(min(most, args.at_once or most), lengths.cpu_share)
     started = len(run.requests)
 
     def steps(seconds: float) -> float:
-        start = time.perf_counter()
-        while engine.has_work and time.perf_counter() - start < seconds:
+        start = clock()
+        while engine.has_work and clock() - start < seconds:
             if feed:
                 run.feed(args.at_once)
             engine.step()
-        return time.perf_counter() - start
+        return clock() - start
 
     steps(args.warmup)
     engine.iterations.clear()
@@ -219,12 +228,17 @@ def window(run: Run, engine: Engine, lengths: Lengths, args: argparse.Namespace,
     }
 
 
-def whole(run: Run, engine: Engine, args: argparse.Namespace) -> Any:
+def whole(
+    run: Run,
+    engine: Engine | SimulatedEngine,
+    args: argparse.Namespace,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Any:
     run.add(args.requests)
-    start = time.perf_counter()
+    start = clock()
     while engine.has_work:
         engine.step()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     assert all(r.error is None for r in run.requests)
     return {"seconds": seconds, "output_tokens_per_s": run.output_tokens / seconds}
 
@@ -236,7 +250,8 @@ def measure(engine: Engine, strategy: str, asked: str, kind: str, args: argparse
     executor = engine._executor
     if isinstance(executor, RayExecutor):
         executor.traffic = ControlTraffic()
-    run = Run(engine, Workload(lengths.mean_input, lengths.mean_output, args.seed))
+    workload = Workload(lengths.mean_input, lengths.mean_output, args.seed)
+    run = Run(engine, workload, args.block_size)
     if kind == "whole":
         result = whole(run, engine, args)
     else:

@@ -1,5 +1,5 @@
-"""A machine in simulated time, whose costs need not be those that a policy believes. Requests come
-in as others end; cohorts advance by a layer in a pass, or by less where the CPU is slower."""
+"""A machine in simulated time, whose costs need not be those that a policy believes, nor the same
+every time. Requests come in as others end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from harness import CPU, GPU, Harness, Worker
 
 from swiftapex.core.plan import CpuWork, StepPlan
-from swiftapex.cost_model import CostModel, Load, asymmetric_us, gpu_only_us, overlap_us
+from swiftapex.cost_model import CostModel, Load
 from swiftapex.costs.correction import CorrectedCostModel
 from swiftapex.scheduler.draft import Limits
+from swiftapex.simulation.machine import SimulatedMachine
 
 BLOCK = 16
 
@@ -28,86 +29,48 @@ class Traffic:
     output: tuple[int, int]
 
 
-@dataclass
-class Flight:
-    """A cohort: its task in each layer, and how many layers are left."""
+class SlowerPairs(SimulatedMachine):
+    """`overhead`: by what share two sub-batches take longer than their parts."""
 
-    load: Load
-    layers_left: float
-    ids: list[int]
+    overhead = 0.0
+
+    def iteration_us(self, loads: list[Load]) -> float:
+        return super().iteration_us(loads) * (1 + self.overhead * (len(loads) - 1))
 
 
 class Machine(Worker):
-    """`truth`: what work takes. `noise`: standard deviation of the logarithm of an iteration's time
-    and of its attention's. `overhead`: by what share two sub-batches take longer than their parts.
-    """
+    """Checks plans. `noise`: standard deviation of the logarithm of an iteration's time and of its
+    attention's."""
 
     def __init__(
         self, limits: Limits, truth: CostModel, noise: float, overhead: float, seed: int
     ) -> None:
         super().__init__(limits, BLOCK, random.Random(seed))
-        self.truth, self.noise, self.overhead = truth, noise, overhead
-        self.flights: list[Flight] = []
+        self.noise = noise
+        self._machine = SlowerPairs(truth, BLOCK)
+        self._machine.overhead = overhead
         self.us = 0.0  # of the last iteration
         self.work = CpuWork(0, 0, 0, 0)  # of the last iteration
         self.tokens = 0  # that it completed
 
+    def takes(self, truth: CostModel) -> None:
+        """From now on work takes what `truth` says."""
+        self._machine.cost = truth
+
     @property
     def in_flight(self) -> frozenset[int]:
-        return frozenset(i for flight in self.flights for i in flight.ids)
+        return self._machine.in_flight
 
     def execute(self, plan: StepPlan) -> tuple[list[int], frozenset[int]]:
         self._apply(plan, self.in_flight)
-        done = [r.request_id for b in plan.sub_batches for r in b.rows if r.completes]
         for move in plan.moves:
             self.tables[move.request_id] = (move.target, list(move.target_blocks))
-        layers = self.truth.num_layers
-        for cohort in plan.new_cohorts:
-            ids = [row.request_id for row in cohort.rows]
-            self.flights.append(Flight(Load.of(cohort.rows), layers, ids))
-        self.work = CpuWork(0, 0, 0, 0)
-        loads = [Load.of(batch.rows) for batch in plan.sub_batches]
-        us = self._iteration_us(loads)
-        spare = us
-        for load in loads:
-            spare -= layers * self._task_us(load)
-            self._attend(load, layers)
-        self._advance(max(0.0, spare))
-        for flight in [each for each in self.flights if each.layers_left < 1e-6]:
-            self.flights.remove(flight)
-            done += [i for i in flight.ids if i not in self.dropped]
-            self.dropped -= set(flight.ids)
-        self.us = us * self._disturbed()
-        self.tokens = len(done)
-        return done, self.in_flight
-
-    def _iteration_us(self, loads: list[Load]) -> float:
-        cost, parked = self.truth, len(self.in_flight)
-        if len(loads) == 2:
-            riders = -(-parked // (cost.num_layers + 1))
-            return asymmetric_us(cost, loads[0].with_rows(riders), loads[1]) * (1 + self.overhead)
-        if not parked:
-            return gpu_only_us(cost, loads[0])
-        us = overlap_us(cost, loads[0], parked, len(self.flights))
-        return us if loads[0].rows else max(us, self._task_us(self.flights[0].load))
-
-    def _advance(self, spare_us: float) -> None:
-        visit_us = sum(self._task_us(flight.load) for flight in self.flights)
-        for flight in self.flights:
-            layers = min(1.0, spare_us / visit_us, flight.layers_left)
-            self._attend(flight.load, layers)
-            flight.layers_left -= layers
-
-    def _task_us(self, load: Load) -> float:
-        return self.truth.cpu_attention_us(load.cpu_tokens, load.cpu_requests)
-
-    def _attend(self, load: Load, tasks: float) -> None:
-        """Attends for `tasks` layers; hand-offs are no part of what is measured."""
-        if load.cpu_requests:
-            rows, tokens = load.cpu_requests, load.cpu_tokens
-            us = self._task_us(load) - self.truth.cpu_attention_us(rows, rows)
-            more = (1e-6 * tasks * us * self._disturbed(), tasks, tasks * rows, tasks * tokens)
-            self.work = CpuWork(*(a + b for a, b in zip(self.work, more, strict=True)))
+        outcome = self._machine.execute(plan)
+        self.us = outcome.us * self._disturbed()
+        busy_s = outcome.cpu_work.busy_s * self._disturbed()
+        self.work = outcome.cpu_work._replace(busy_s=busy_s)
+        self.tokens = len(outcome.completing)
+        return outcome.completing, outcome.in_flight
 
     def _disturbed(self) -> float:
         return math.exp(self.rng.gauss(0, self.noise))

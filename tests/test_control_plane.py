@@ -28,6 +28,7 @@ CONTROL_PLANE = (
     "swiftapex.report.html",
     "swiftapex.run_experiment",
     "swiftapex.scheduler.state",
+    "swiftapex.simulation.engine",
     "swiftapex.workloads.build",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -672,13 +673,97 @@ def test_long_run_yields_by_hand() -> None:
     slow = steady.overlap(cost, replace(mix, cpu_decodes=80), cohorts=1)
     assert slow.rate == pytest.approx((2 + 16 * 552 / 800) / 552)
     assert slow.on_cpu == 55  # 80 x 552 / 800: more of them only wait for the CPU
-    # Each token comes with 4 of a prompt: 8 beside the two. 4 (100 + 10 + 20) = 520 µs.
+    # Each token comes with 4 of a prompt: 8 beside the two, of a prompt of 9. So 59 % of the
+    # iterations have a chunk, of 14 tokens: 4 (100 + 16 + 20) = 544 µs; the others take 488.
     fed = steady.gpu_only(cost, replace(mix, prompt_share=4))
-    assert fed == steady.Steady(2 / 520, 520, 8, worth=2 / 520)
+    us = 488 + (1 - math.exp(-8 / 9)) * (544 - 488)
+    assert fed.chunk == 8 and fed.us == pytest.approx(us) and fed.rate == pytest.approx(2 / us)
     # With 40 of them 80 would be asked for, and 48 fit: a little more than half of the tokens.
     cut = steady.gpu_only(cost, replace(mix, prompt_share=40))
     assert cut.chunk == 48 and cut.rate == pytest.approx(2 * 49 / 80 / cut.us)
     assert steady.gpu_only(cost, replace(mix, gpu_decodes=0)).rate == 0
+
+
+def test_a_long_chunk_is_whole_prompts_and_a_part_of_one() -> None:
+    mix = steady.Mix(2, 40, tokens_each=60, prompt_share=1, max_tokens=500, max_rows=64)
+    assert mix.output == mix.prompt == 40
+    assert mix.with_chunk(0) == Load(2, 120, 0, (), 2)
+    assert mix.with_chunk(10).chunks == ((10, 15),)  # behind none to 30 tokens
+    assert mix.with_chunk(40).chunks == ((40, 0),)
+    assert mix.with_chunk(90) == Load(92, 120, 0, ((40, 0), (40, 0), (10, 15)), 2)
+
+
+class Tiles(ConstantCostModel):
+    """Up to 100 rows a layer takes as long as reading its weights."""
+
+    def linear_us(self, rows: int) -> float:
+        return max(100.0, rows) if rows > 0 else 0.0
+
+
+def test_gpu_only_reads_the_weights_for_decodes_alone_while_no_request_ends() -> None:
+    cost = Tiles(num_layers=4, gpu_token=0)
+    mix = steady.Mix(4, 40, tokens_each=525, prompt_share=10, max_tokens=2048, max_rows=64)
+    share = 1 - math.exp(-40 / mix.prompt)  # of the iterations: the others have no chunk
+    found = steady.gpu_only(cost, mix)
+    assert mix.prompt == 500 and found.chunk == 40
+    assert found.us == pytest.approx(4 * (100 + share * (4 + 40 / share - 100)), rel=0.001)
+    # With the CPU each iteration has its part of a prompt, beside the weights.
+    assert steady.asymmetric(cost, replace(mix, on_cpu=40)).chunk > 40
+    # Prompts fill every iteration of this one, which holds no more.
+    full = steady.gpu_only(cost, replace(mix, max_tokens=44))
+    assert full.us == pytest.approx(4 * 100)
+
+
+def test_a_few_parked_decodes_are_no_reason_to_overlap() -> None:
+    """What need not be filled for is chosen again and again, one more each time."""
+    cost = ConstantCostModel(num_layers=4, linear_fixed=1, linear_row=1, gpu_token=0)
+    mix = steady.Mix(20, 400, tokens_each=10, prompt_share=1, max_tokens=2048, max_rows=2048)
+    found = [steady.overlap(cost, replace(mix, on_cpu=n), cohorts=1) for n in (1, 49, 60)]
+    assert found[0].on_cpu >= 50 and found[1].on_cpu >= 50 and found[0].there < 0.1
+    assert found[2].there == 1
+
+
+@pytest.mark.parametrize(("beyond_gpu", "expected"), [(1.0, ASYMMETRIC), (0.5, GPU_ONLY)])
+def test_only_what_the_gpu_does_not_hold_counts_for_the_margin(
+    beyond_gpu: float, expected: str
+) -> None:
+    found = {
+        GPU_ONLY: steady.Steady(1.0, 100.0, 10, worth=1.0),
+        ASYMMETRIC: steady.Steady(1.03, 100.0, 10, worth=1.03),
+    }
+    assert ModelBased().best(found, beyond_gpu) == expected
+
+
+def test_the_share_of_requests_that_the_gpu_cannot_hold() -> None:
+    harness = hybrid("model_based", ConstantCostModel(num_layers=4))
+    for _ in range(2):
+        harness.add(20, 20)
+    assert steady.Mix.of(harness.state).beyond_gpu == 0
+    for _ in range(18):
+        harness.add(20, 20)
+    mix = steady.Mix.of(harness.state)
+    assert mix.beyond_gpu == pytest.approx(1 - mix.gpu_decodes / 20) and mix.beyond_gpu > 0.5
+    harness.drain()
+
+
+@pytest.mark.parametrize(("on_cpu", "full", "room"), [(10, 60, 100), (20, 130, 150)])
+def test_prompts_do_not_pile_up_where_the_gpu_holds_fewer_than_were_counted_on(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: int, full: int, room: int
+) -> None:
+    """100 tokens of prefill for 20 GPU decodes, of which 8 are missing, that ask for 5 each. Where
+    the CPU holds 10 and should hold 20, half as many again are asked for, and half of the 8 count.
+    """
+    policy = ModelBased()
+    policy._gpu_decodes = 20
+    policy._yields = {ASYMMETRIC: steady.Steady(1.0, 100.0, 100, on_cpu=on_cpu, taken=3)}
+    harness = hybrid("model_based")
+    harness.add(50, 10)
+    running = {GPU: 12, CPU: 10}
+    monkeypatch.setattr(harness.state, "running_on", running.__getitem__)
+    monkeypatch.setattr(harness.state, "can_start", lambda *_: False)
+    assert policy._chunk(ASYMMETRIC, harness.state) == full
+    monkeypatch.setattr(harness.state, "can_start", lambda *_: True)
+    assert policy._chunk(ASYMMETRIC, harness.state) == room
 
 
 @pytest.mark.parametrize("zero", ["cpu_token", "linear_fixed"])

@@ -30,6 +30,7 @@ _STAY = 1.05  # by how much another strategy must be better: to change takes som
 _DOUBT = 0.08  # of what a strategy yields for which the CPU is not filled yet
 _DRAINING = 0.95  # of the prompts asked for, where the CPU holds more than the strategy takes
 _LEAST_CHUNK = 16  # tokens
+_LEAST_BEYOND = 0.01  # share of the requests: of fewer nothing is gained
 _WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
 
@@ -38,10 +39,11 @@ class ModelBased(Policy):
     went on with the present mix of prompts and decodes (`scheduler/steady.py`), and takes the best.
 
     `cohorts`: as for `apex`. `margin`: by what share a strategy with the CPU must beat GPU-only:
-    what predictions get wrong must not cost anything where the CPU has little to give. A
-    strategy that takes more requests on the CPU than there are must also make up for their prompts,
-    which put off the tokens of all requests that are known by then: the CPU is not filled for the
-    sake of a few short ones. No prompt is sent to the CPU while GPU-only is best.
+    what predictions get wrong must not cost anything where the CPU has little to give. Only the
+    requests that the GPU does not hold count for that. A strategy that takes more requests on the
+    CPU than there are must also make up for their prompts, which put off the tokens of all requests
+    that are known by then: the CPU is not filled for the sake of a few short ones. No prompt is
+    sent to the CPU while GPU-only is best.
     """
 
     uses_cpu = True
@@ -55,6 +57,7 @@ class ModelBased(Policy):
         self.margin = margin
         self._strategy = GPU_ONLY
         self._yields: dict[str, steady.Steady] = {}
+        self._gpu_decodes = 0  # that those count on
 
     def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
         if state.iteration % _EVERY == 0 or not self._yields:
@@ -107,14 +110,16 @@ class ModelBased(Policy):
         """Chooses the strategy for the next iterations, each with the number of requests on the CPU
         that is worth most: of those that are there, all that it could get, and some between."""
         mix = steady.Mix.of(state)
+        self._gpu_decodes = mix.gpu_decodes
         self._yields = found = {GPU_ONLY: steady.gpu_only(cost, mix)}
         if mix.cpu_decodes:
             found[ASYMMETRIC] = steady.asymmetric(cost, mix)
             found[OVERLAP] = steady.overlap(cost, mix, self.cohorts)
-        self._strategy = self.best(found)
+        self._strategy = self.best(found, mix.beyond_gpu)
 
-    def best(self, found: Mapping[str, steady.Steady]) -> str:
-        """The strategy for the next iterations."""
+    def best(self, found: Mapping[str, steady.Steady], beyond_gpu: float = 1.0) -> str:
+        """The strategy for the next iterations. Only the requests that the GPU does not hold, a
+        share `beyond_gpu` of all, gain by the CPU: those on the GPU go on there either way."""
 
         def likely(name: str) -> float:
             each = found[name]
@@ -123,20 +128,26 @@ class ModelBased(Policy):
 
         with_cpu = max((name for name in found if name != GPU_ONLY), key=likely, default=GPU_ONLY)
         stay = 1.0 if self._strategy == GPU_ONLY else _STAY
-        alone = found[GPU_ONLY].worth * (1 + self.margin)
+        alone = found[GPU_ONLY].worth * (1 + self.margin / max(beyond_gpu, _LEAST_BEYOND))
         return with_cpu if found[with_cpu].worth * stay > alone else GPU_ONLY
 
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
         """Tokens of prefill in an iteration: as many as its tokens ask for, and up to twice as many
         while the CPU holds fewer requests than the strategy takes, a little fewer while it holds
-        more, as there is no hurry to drain it. All there are where it takes every CPU decode and no
-        request waits: prompts spread over many iterations would then hide nothing, and their
-        requests are missing meanwhile."""
+        more, as there is no hurry to drain it. Where the GPU is full with fewer decodes than were
+        counted on, what those that are missing ask for would only pile up on the CPU. All there are
+        where it takes every CPU decode and no request waits: prompts spread over many iterations
+        would then hide nothing, and their requests are missing meanwhile."""
         found, on_cpu = self._yields[strategy], state.running_on(Placement.CPU)
         if found.taken >= on_cpu > 0 and not state.queue.num_waiting:
             return state.limits.max_tokens_in_batch
         share = on_cpu / max(1, found.on_cpu)
-        return max(_LEAST_CHUNK, int(found.chunk * max(_DRAINING, 2 - share)))
+        chunk = found.chunk * max(_DRAINING, 2 - share)
+        queue = state.queue
+        if queue.num_waiting and not state.can_start(queue.first_waiting, Placement.GPU):
+            missing = max(0, self._gpu_decodes - state.running_on(Placement.GPU))
+            chunk -= min(1.0, share) * missing * queue.prompt_share()
+        return max(_LEAST_CHUNK, int(chunk))
 
     def _sides(self) -> Inequality | None:
         rates = {name: 1e3 * found.rate for name, found in self._yields.items()}

@@ -46,6 +46,7 @@ class Mix:
     known_tokens: float = math.inf  # of output, that requests which run or wait may still get
     coming_tokens: float = 0.0  # that others will get if as many come as came while others ran
     on_cpu: int = 0  # requests there now
+    beyond_gpu: float = 1.0  # share of requests, those to come included, that the GPU cannot hold
 
     @staticmethod
     def of(state: SchedulerState) -> Mix:
@@ -72,20 +73,32 @@ class Mix:
         most = state.limits.max_tokens_in_batch
         rows = min(state.limits.max_batch_size, most)
         mix = Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, on_cpu=cpu)
-        known = mix.output * (waiting + state.queue.num_running / 2)
-        coming = mix.output * state.queue.num_came_later
-        return replace(mix, known_tokens=known, coming_tokens=coming)
+        running, coming = state.queue.num_running, state.queue.num_came_later
+        total = max(1, waiting + running + coming)
+        return replace(
+            mix,
+            known_tokens=mix.output * (waiting + running / 2),
+            coming_tokens=mix.output * coming,
+            beyond_gpu=max(0.0, 1 - on_gpu / total),
+        )
 
     @property
     def output(self) -> float:
         """Tokens of a request, which holds half of them on the average."""
         return self.tokens_each / (self.prompt_share + 0.5)
 
+    @property
+    def prompt(self) -> int:
+        """Tokens of a request's prompt."""
+        return max(1, round(self.prompt_share * self.output))
+
     def with_chunk(self, chunk: int) -> Load:
-        """The GPU's decodes and a chunk."""
-        decodes, each = self.gpu_decodes, self.tokens_each
-        chunks = ((chunk, each // 2),) if chunk else ()
-        return Load(decodes + chunk, decodes * each, 0, chunks, decodes)
+        """The GPU's decodes and `chunk` tokens of prefill: whole prompts, and a part of one with,
+        on the average, half of the rest before it."""
+        decodes, prompt = self.gpu_decodes, self.prompt
+        whole, part = divmod(chunk, prompt)
+        chunks = ((prompt, 0),) * whole + (((part, (prompt - part) // 2),) if part else ())
+        return Load(decodes + chunk, decodes * self.tokens_each, 0, chunks, decodes)
 
 
 class Steady(NamedTuple):
@@ -102,11 +115,20 @@ class Steady(NamedTuple):
 
 
 def gpu_only(cost: CostModel, mix: Mix) -> Steady:
-    """All GPU decodes and the chunk that they ask for."""
-    if mix.gpu_decodes == 0:
-        return Steady(0.0, 0.0, mix.max_tokens)
-    chunk = _chunk(mix, mix.gpu_decodes)
-    found = _steady(mix, mix.gpu_decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk)))
+    """All GPU decodes and the chunk that they ask for, on the average.
+
+    A prompt begins when a request has ended, and goes in as a whole. So where few end in an
+    iteration, some iterations have no chunk and read the weights for decodes alone: as many as if
+    requests ended independently of each other. The CPU's strategies have prompts at hand."""
+    decodes, most = mix.gpu_decodes, mix.max_tokens
+    if decodes == 0:
+        return Steady(0.0, 0.0, most)
+    chunk, us = _chunk(mix, decodes), gpu_only_us(cost, mix.with_chunk(0))
+    if chunk:
+        with_prompts = max(1 - math.exp(-chunk / mix.prompt), chunk / (most - decodes))
+        whole = gpu_only_us(cost, mix.with_chunk(round(chunk / with_prompts)))
+        us += with_prompts * (whole - us)
+    found = _steady(mix, decodes, chunk, us)
     return found._replace(worth=found.rate)
 
 
@@ -136,10 +158,13 @@ def asymmetric(cost: CostModel, mix: Mix) -> Steady:
 
 
 def _fewer(mix: Mix, than: int) -> list[int]:
-    """Numbers of CPU decodes that less of the CPU must be filled for."""
+    """Numbers of CPU decodes that less of the CPU must be filled for, down to an eighth: those of
+    fewer yield what the GPU does alone, and need not be filled for, so that they would be chosen
+    again and again, one more each time."""
     if mix.on_cpu >= than or not mix.prompt_share:
         return []
-    return [number for number in {than >> 3, than >> 2, than >> 1, mix.on_cpu} if number]
+    least = max(1, than >> 3)
+    return [number for number in {least, than >> 2, than >> 1, mix.on_cpu} if number >= least]
 
 
 def _best(found: Iterable[Steady]) -> Steady:

@@ -1,0 +1,149 @@
+"""An engine in simulated time: real policies and their rules, on a `SimulatedMachine`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swiftapex.core.errors import EngineError, RequestError
+from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.records import BusyTimes, IterationRecord
+from swiftapex.core.request import SIDES, FinishReason, Placement, Request, SamplingParams
+from swiftapex.cost_model import CostModel
+from swiftapex.engine.admission import fit_sampling
+from swiftapex.engine.stats import EngineStats, count, record_launch
+from swiftapex.kv.block_manager import BlockManager
+from swiftapex.kv.sizing import KVSizes
+from swiftapex.policies import make_policy
+from swiftapex.scheduler.draft import Limits
+from swiftapex.scheduler.queue import RequestQueue
+from swiftapex.scheduler.state import SchedulerState
+from swiftapex.simulation.machine import Outcome, SimulatedMachine
+
+
+class SimulatedEngine:
+    """What measurements use of an `Engine`. Nothing is random, and planning takes no time; the
+    tokens of an iteration are known before the next one is planned. `clock` tells seconds.
+
+    The policy plans with `cost`, and the machine takes what `cost` says.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        policy_args: Mapping[str, Any] | None,
+        cost: CostModel,
+        sizes: KVSizes,
+        block_size: int,
+        max_batch_size: int,
+        max_tokens_in_batch: int,
+        max_model_len: int,
+    ) -> None:
+        self._policy = make_policy(policy, policy_args)
+        self._cost = cost
+        self._max_model_len = max_model_len
+        self._blocks = BlockManager(sizes.num_blocks, block_size)
+        self._queue = RequestQueue()
+        limits = Limits(max_batch_size, max_tokens_in_batch, sizes.staging_blocks)
+        self._state = SchedulerState(self._queue, self._blocks, limits)
+        self._machine = SimulatedMachine(cost, block_size)
+        self.iterations: list[IterationRecord] = []
+        self.most_on_cpu = 0  # requests, at the end of an iteration
+        self._live: dict[int, Request] = {}
+        self._next_id = self._num_iterations = self._cpu_decoded_tokens = 0
+        self._now_s = self._cpu_busy_s = 0.0
+
+    def clock(self) -> float:
+        return self._now_s
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def add(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+        """Queues a request. RequestError where it could never run."""
+        uses_cpu, length = self._policy.uses_cpu, len(prompt)
+        sampling = fit_sampling(
+            sampling, length, self._max_model_len, self._state, uses_cpu=uses_cpu
+        )
+        request = Request(self._next_id, tuple(prompt), sampling, self._now_s)
+        self._next_id += 1
+        self._live[request.request_id] = request
+        self._queue.add(request)
+        return request
+
+    def add_in_progress(
+        self, prompt: Sequence[int], sampling: SamplingParams, num_generated: int
+    ) -> Request:
+        """As `Engine.add_in_progress`: a request that has generated so many tokens."""
+        request = self.add(prompt, sampling)
+        request.output_ids.extend([0] * num_generated)
+        request.num_computed = request.num_tokens - 1
+        for side in SIDES if self._queue.num_waiting == 1 else ():
+            if self._state.can_start(request, side):
+                self._state.start(request, side)
+                return request
+        self._end(request, FinishReason.ABORT)
+        raise RequestError(f"no KV blocks are left for a request of {request.num_tokens} tokens")
+
+    def step(self) -> StepPlan:
+        """One iteration. EngineError where nothing runs though requests are there."""
+        state, start_s = self._state, self._now_s
+        preempted, cpu_tokens = state.num_preemptions, self._cpu_decoded_tokens
+        was_in_flight = state.anything_in_flight
+        plan = self._policy.plan(state, self._cost)
+        preempted = state.num_preemptions - preempted
+        if plan.is_empty and not (was_in_flight or preempted):
+            raise EngineError(f"requests are there, and nothing runs: {self.stats()}")
+        outcome = self._machine.execute(plan)
+        self._book(plan, outcome)
+        self._now_s += 1e-6 * outcome.us
+        self._cpu_busy_s += outcome.cpu_work.busy_s
+        for request_id in outcome.completing:
+            request = self._live[request_id]
+            request.output_ids.append(0)
+            if len(request.output_ids) >= request.sampling.max_tokens:
+                self._end(request, FinishReason.LENGTH)
+        self._record(plan, outcome, start_s, preempted, self._cpu_decoded_tokens - cpu_tokens)
+        return plan
+
+    def stats(self) -> EngineStats:
+        return count(self._queue, self._state, self._blocks, self._cpu_decoded_tokens)
+
+    def busy(self) -> BusyTimes:
+        return BusyTimes(None, self._cpu_busy_s)
+
+    def _book(self, plan: StepPlan, outcome: Outcome) -> None:
+        prefilled = set()
+        for row in (r for b in plan.sub_batches for r in b.rows if not r.is_decode):
+            self._live[row.request_id].num_computed += row.num_tokens
+            prefilled.add(row.request_id)
+        for request in map(self._live.__getitem__, outcome.completing):
+            if request.request_id not in prefilled:
+                request.num_computed += 1
+                self._cpu_decoded_tokens += request.placement is Placement.CPU
+        self._state.settle(plan, outcome.in_flight)
+
+    def _record(
+        self, plan: StepPlan, outcome: Outcome, start_s: float, preempted: int, cpu_decodes: int
+    ) -> None:
+        record = record_launch(
+            self._state,
+            plan,
+            StepResult(tuple(outcome.completing), outcome.in_flight),
+            index=self._num_iterations,
+            start_s=start_s,
+            schedule_us=0.0,
+            cpu_decodes=cpu_decodes,
+            preemptions=preempted,
+        )
+        self._num_iterations += 1
+        self.most_on_cpu = max(self.most_on_cpu, self._state.running_on(Placement.CPU))
+        cpu_us = 1e6 * outcome.cpu_work.busy_s
+        self.iterations.append(replace(record, duration_us=outcome.us, cpu_attention_us=cpu_us))
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self._state.finish(request)
+        request.finish_reason = reason
+        del self._live[request.request_id]

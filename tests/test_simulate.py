@@ -1,0 +1,107 @@
+"""Engines in simulated time take what the closed forms say."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ConstantCostModel
+
+from swiftapex.core.errors import EngineError, RequestError
+from swiftapex.core.plan import StepPlan
+from swiftapex.core.request import SamplingParams
+from swiftapex.cost_model import Load, gpu_only_us, overlap_us
+from swiftapex.kv.sizing import KVSizes
+from swiftapex.simulation.engine import SimulatedEngine
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+COST = ConstantCostModel(num_layers=4, linear_fixed=100, linear_row=1, gpu_token=0.5, iteration=50)
+
+
+def engine(policy: str, cost: ConstantCostModel = COST, gpu: int = 64) -> SimulatedEngine:
+    sizes = KVSizes(gpu, 64, 16, "float16")
+    return SimulatedEngine(policy, None, cost, sizes, 16, 64, 256, 2048)
+
+
+def add_decoding(simulated: SimulatedEngine, count: int, output: int) -> None:
+    for _ in range(count):
+        simulated.add_in_progress([1] * 20, SamplingParams(max_tokens=output), 1)
+
+
+def test_gpu_only_decoding_takes_equation_1() -> None:
+    """Eight requests of 20 + 1 tokens decode nine tokens more each."""
+    simulated = engine("gpu_only")
+    add_decoding(simulated, 8, 10)
+    while simulated.has_work:
+        simulated.step()
+    passes = [gpu_only_us(COST, Load(8, 8 * (21 + i), gpu_requests=8)) for i in range(9)]
+    assert passes[0] == 4 * (100 + 8 + 8 * 21 * 0.5) + 50
+    assert [record.duration_us for record in simulated.iterations] == pytest.approx(passes)
+    assert simulated.clock() == pytest.approx(1e-6 * sum(passes))
+    assert {record.gpu_decodes for record in simulated.iterations} == {8}
+    assert simulated.stats().gpu_blocks_free == 64
+
+
+def test_an_overlapped_token_takes_a_pass_more_than_there_are_layers() -> None:
+    """Of six decodes the GPU holds two; four go through L + 1 = 5 passes for each token."""
+    simulated = engine("fixed:async_overlap", gpu=5)
+    add_decoding(simulated, 6, 40)
+    assert simulated.stats().running_cpu == 4
+    for _ in range(12):
+        simulated.step()
+    ended = [i for i, record in enumerate(simulated.iterations) if record.cpu_decodes]
+    assert ended == [4, 5, 9, 10]  # two cohorts of two, one formed in each pass
+    second = overlap_us(COST, Load(2, 2 * 22, gpu_requests=2), 4, 2)
+    assert simulated.iterations[1].duration_us == pytest.approx(second)
+
+
+def test_a_slow_cpu_is_shared_by_all_cohorts() -> None:
+    """A visit of two cohorts with 42 tokens each takes 840 µs, a pass of some 600 less."""
+    simulated = engine("fixed:async_overlap", ConstantCostModel(num_layers=4, cpu_token=10), gpu=5)
+    add_decoding(simulated, 6, 40)
+    for _ in range(20):
+        simulated.step()
+    ended = [i for i, record in enumerate(simulated.iterations) if record.cpu_decodes]
+    assert ended[0] > 5
+    assert simulated.busy().cpu_s == pytest.approx(simulated.clock(), rel=0.15)
+
+
+def test_what_cannot_run_is_refused_and_a_plan_without_work_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated = engine("gpu_only", gpu=2)
+    with pytest.raises(RequestError, match="can never fit"):
+        simulated.add([1] * 100, SamplingParams(max_tokens=10))
+    simulated.add([1] * 20, SamplingParams(max_tokens=10))
+    with pytest.raises(RequestError, match="no KV blocks are left"):
+        add_decoding(simulated, 1, 10)
+    monkeypatch.setattr(simulated._policy, "plan", lambda *_: StepPlan("sequential", ()))
+    with pytest.raises(EngineError, match="nothing runs"):
+        simulated.step()
+
+
+def test_a_run_of_a_regime_is_the_same_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script: Any = importlib.import_module("simulate")
+    arguments = "simulate --regimes t4-864 --outputs 50 --policies gpu_only apex --requests 30"
+    arguments += " --kinds whole window --seconds 2 --warmup 1 --start 20"
+
+    def lines() -> list[dict[str, Any]]:
+        monkeypatch.setattr("sys.argv", arguments.split())
+        script.main()
+        found = [script.json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        return [{k: v for k, v in line.items() if k != "simulated_in_s"} for line in found]
+
+    first = lines()
+    assert first == lines()
+    assert [(line["policy"], line["kind"]) for line in first] == [
+        ("gpu_only", "whole"), ("apex", "whole"), ("gpu_only", "window"), ("apex", "window"),
+    ]  # fmt: skip
+    assert first[0]["on_cpu_most"] == 0 and first[1]["on_cpu_most"] > 0
+    for line in first:
+        assert sum(line["iterations"].values()) == pytest.approx(1, abs=0.01)
+        assert line["output_tokens_per_s"] > 0
