@@ -660,15 +660,15 @@ def test_long_run_yields_by_hand() -> None:
     )
     # 4 (100 + 2 + 20) = 488 µs for two tokens.
     alone = steady.gpu_only(cost, mix)
-    assert alone == steady.Steady(2 / 488, 488, 0, worth=2 / 488)
+    assert alone == steady.Steady(2 / 488, 488, 0, worth=2 / 488, tokens=2, at_hand=2 / 488)
     # T_l0 = 102 at first hides 10 decodes of 10 µs; T_l1 = 110 and T_ga0 = 20 hide 13 more. With 15
     # rows in the first T_l0 = 115: no less is hidden. 4 (115 + 130) = 980 µs for 25 tokens, 23 of
     # them on the CPU, which should hold a quarter more.
     two = steady.asymmetric(cost, mix)
-    assert two == steady.Steady(25 / 980, 980, 0, on_cpu=28, taken=23, worth=25 / 980)
+    assert two == steady.Steady(25 / 980, 980, 0, on_cpu=28, taken=23, worth=25 / 980, tokens=25)
     # 40 decodes rejoin 40 / 5 = 8 at a time: 4 (100 + 10 + 20) = 520 µs; a visit takes 400.
     parked = steady.overlap(cost, mix, cohorts=1)
-    assert parked == steady.Steady(10 / 520, 520, 0, on_cpu=40, worth=10 / 520)
+    assert parked == steady.Steady(10 / 520, 520, 0, on_cpu=40, worth=10 / 520, tokens=10)
     # A visit of 80 decodes takes 800 µs, the pass 4 (100 + 18 + 20) = 552.
     slow = steady.overlap(cost, replace(mix, cpu_decodes=80), cohorts=1)
     assert slow.rate == pytest.approx((2 + 16 * 552 / 800) / 552)
@@ -732,6 +732,16 @@ def test_only_what_the_gpu_does_not_hold_counts_for_the_margin(
         ASYMMETRIC: steady.Steady(1.03, 100.0, 10, worth=1.03),
     }
     assert ModelBased().best(found, beyond_gpu) == expected
+
+
+@pytest.mark.parametrize(("cpu_tokens", "expected"), [(2, GPU_ONLY), (20, ASYMMETRIC)])
+def test_a_few_cpu_requests_fill_no_gaps_between_prompts(cpu_tokens: float, expected: str) -> None:
+    # GPU-only yields .9 as it waits for prompts, and 1 if it did not.
+    found = {
+        GPU_ONLY: steady.Steady(0.9, 100.0, 10, worth=0.9, tokens=90, at_hand=1.0),
+        ASYMMETRIC: steady.Steady(0.95, 100.0, 10, worth=0.95, tokens=90 + cpu_tokens),
+    }
+    assert ModelBased().best(found) == expected
 
 
 def test_the_share_of_requests_that_the_gpu_cannot_hold() -> None:

@@ -30,6 +30,7 @@ _STAY = 1.05  # by how much another strategy must be better: to change takes som
 _DOUBT = 0.08  # of what a strategy yields for which the CPU is not filled yet
 _DRAINING = 0.95  # of the prompts asked for, where the CPU holds more than the strategy takes
 _LEAST_CHUNK = 16  # tokens
+_FILLS_GAPS = 0.1  # share of tokens by the CPU
 _LEAST_BEYOND = 0.01  # share of the requests: of fewer nothing is gained
 _WORDS = "tokens per ms in the long run: best with the CPU > GPU-only"
 
@@ -128,8 +129,17 @@ class ModelBased(Policy):
 
         with_cpu = max((name for name in found if name != GPU_ONLY), key=likely, default=GPU_ONLY)
         stay = 1.0 if self._strategy == GPU_ONLY else _STAY
-        alone = found[GPU_ONLY].worth * (1 + self.margin / max(beyond_gpu, _LEAST_BEYOND))
+        alone = self._alone(found[GPU_ONLY], found[with_cpu])
+        alone *= 1 + self.margin / max(beyond_gpu, _LEAST_BEYOND)
         return with_cpu if found[with_cpu].worth * stay > alone else GPU_ONLY
+
+    @staticmethod
+    def _alone(gpu: steady.Steady, with_cpu: steady.Steady) -> float:
+        """What GPU-only is worth in a comparison. That it waits for prompts counts as far as the
+        CPU has requests enough whose prompts fill these gaps."""
+        share = 1 - gpu.tokens / with_cpu.tokens if with_cpu.tokens else 1.0
+        gaps = max(0.0, gpu.at_hand - gpu.worth)
+        return gpu.worth + gaps * max(0.0, 1 - share / _FILLS_GAPS)
 
     def _chunk(self, strategy: str, state: SchedulerState) -> int:
         """Tokens of prefill in an iteration: as many as its tokens ask for, and up to twice as many

@@ -112,6 +112,8 @@ class Steady(NamedTuple):
     taken: int = 0  # CPU decodes in it
     worth: float = 0.0  # the rate over all output that is known of, with the time to fill the CPU
     there: float = 1.0  # the share of `on_cpu` that is there
+    tokens: float = 0.0  # of output in an iteration
+    at_hand: float = 0.0  # GPU-only's rate if it never waited for prompts
 
 
 def gpu_only(cost: CostModel, mix: Mix) -> Steady:
@@ -124,12 +126,13 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
     if decodes == 0:
         return Steady(0.0, 0.0, most)
     chunk, us = _chunk(mix, decodes), gpu_only_us(cost, mix.with_chunk(0))
+    at_hand = _steady(mix, decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk))).rate
     if chunk:
         with_prompts = max(1 - math.exp(-chunk / mix.prompt), chunk / (most - decodes))
         whole = gpu_only_us(cost, mix.with_chunk(round(chunk / with_prompts)))
         us += with_prompts * (whole - us)
     found = _steady(mix, decodes, chunk, us)
-    return found._replace(worth=found.rate)
+    return found._replace(worth=found.rate, at_hand=at_hand)
 
 
 def asymmetric(cost: CostModel, mix: Mix) -> Steady:
@@ -284,4 +287,4 @@ def _steady(
         return Steady(0.0, 0.0, chunk)
     asked = mix.prompt_share * tokens
     share = min(1.0, (chunk + 1) / asked) if asked > 0 else 1.0
-    return Steady(tokens * share / us, us, chunk, on_cpu, taken)
+    return Steady(tokens * share / us, us, chunk, on_cpu, taken, tokens=tokens)
