@@ -1,5 +1,5 @@
 // Attention to bfloat16 KV with AMX tiles, for 5 to 8 query heads: registers, and the logits. For
-// fewer heads the multiply-adds are faster.
+// fewer heads vectors are faster.
 //
 // 16 tokens x 16 columns x 32 of head_dim per instruction. A is loaded straight from the K plane; B
 // holds the query heads, packed once per piece: a column per head and bfloat16 term. Activations
@@ -8,6 +8,8 @@
 
 #include <immintrin.h>
 #include <string.h>
+
+#include "kernels_cpu/paged_decode_attention_dots.h"
 
 namespace swiftapex::SWIFTAPEX_ISA {
 
@@ -46,14 +48,9 @@ inline void transpose_quarters(__m512i (&x)[4]) {
     x[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-template <class A>
-constexpr int kQueryTerms = 2;
-template <>
-constexpr int kQueryTerms<BFloat16> = 1;
-
 template <>
 struct Scores<BFloat16> {
-    using Fma = FmaScores<BFloat16>;
+    using Vectors = DotScores<2>;  // for fewer heads
     template <int Heads>
     static constexpr bool kUseTiles = Heads >= 5;
     template <int Heads>
@@ -67,9 +64,9 @@ struct Scores<BFloat16> {
         _tile_loadconfig(&tiles);
     }
 
-    template <int Heads>
+    template <int Heads, class A>
     static float remaining_scale(float scale) {
-        return kUseTiles<Heads> ? scale : 1.0f;
+        return kUseTiles<Heads> ? scale : Vectors::remaining_scale<Heads, A>(scale);
     }
 
     // rows: [padded head_dim / 2][term, head] pairs of bfloat16; unused columns are zero.
@@ -132,7 +129,7 @@ struct Scores<BFloat16> {
         if constexpr (kUseTiles<Heads>) {
             pack_queries<Heads>(q, head_dim, rows);
         } else {
-            Fma::read_queries<Heads>(q, head_dim, scale, rows);
+            Vectors::read_queries<Heads>(q, head_dim, scale, rows);
         }
     }
 
@@ -141,7 +138,7 @@ struct Scores<BFloat16> {
         if constexpr (kUseTiles<Heads>) {
             return (tokens + 15) / 16 * ((head_dim + 31) / 32) * kSteps;
         } else {
-            return Fma::steps<Heads>(head_dim, tokens);
+            return Vectors::steps<Heads>(head_dim, tokens);
         }
     }
 
@@ -151,7 +148,7 @@ struct Scores<BFloat16> {
         if constexpr (kUseTiles<Heads>) {
             score_tiles<Heads, A>(k, head_dim, tokens, rows, ahead, scores);
         } else {
-            Fma::score<Heads, A>(k, head_dim, tokens, rows, ahead, scores);
+            Vectors::score<Heads, A>(k, head_dim, tokens, rows, ahead, scores);
         }
     }
 

@@ -89,7 +89,7 @@ struct Scores<Int8> {
     }
     static void end() { _tile_release(); }
 
-    template <int Heads>
+    template <int Heads, class A>
     static float remaining_scale(float) {
         return 1.0f;
     }

@@ -101,7 +101,8 @@ struct FmaScores {
     static constexpr int kQueryRows = 1;  // of float32 per query head
     using Scales = TokenScales;
 
-    template <int Heads>
+    // Of the scale, what queries do not hold and logits are still to be multiplied by.
+    template <int Heads, class A>
     static float remaining_scale(float) {
         return 1.0f;
     }
@@ -160,10 +161,13 @@ struct FmaValues {
 template <class T>
 struct Values : FmaValues<T> {};
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 }  // namespace swiftapex::SWIFTAPEX_ISA
+#include "kernels_cpu/paged_decode_attention_dots.h"
+#ifdef __AMX_BF16__
 #include "kernels_cpu/paged_decode_attention_amx_int8_values.h"
 #include "kernels_cpu/paged_decode_attention_amx_values.h"
+#endif
 namespace swiftapex::SWIFTAPEX_ISA {
 #endif
 
@@ -231,7 +235,7 @@ struct BlockRunner {
         const Prefetch while_scoring = ahead(k, steps);
         const Prefetch while_adding = ahead(v, Values<T>::template steps<Heads>(head_dim, tokens));
         Scores<T>::template score<Heads, A>(k, head_dim, tokens, queries, while_scoring, scores);
-        const float remaining = Scores<T>::template remaining_scale<Heads>(scale);
+        const float remaining = Scores<T>::template remaining_scale<Heads, A>(scale);
         if constexpr (kScaleElements<T> > 0) {
             const typename Scores<T>::Scales scales{plane_scales(k, block_size, head_dim),
                                                     plane_scales(v, block_size, head_dim)};

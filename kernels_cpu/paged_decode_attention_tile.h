@@ -93,8 +93,8 @@ template <class Shape>
 }
 
 // The last vectors' scores where they are not full: no rows are read far beyond the tokens.
-template <class Shape, class T>
-inline void score_tail(const T* k, int head_dim, int tokens, const float* q, int q_stride,
+template <class Shape, class T, class Q>
+inline void score_tail(const T* k, int head_dim, int tokens, const Q* q, int q_stride,
                        Prefetch& ahead, float* scores) {
     constexpr int kHeads = Shape::kHeads;
     F32 acc[Shape::kLanes];
@@ -114,9 +114,10 @@ inline void score_tail(const T* k, int head_dim, int tokens, const float* q, int
 }
 
 // scores = q * k for `tokens` tokens, rounded up to whole vectors: the surplus reads up to
-// three rows of the block that hold no tokens yet, and what it writes means nothing.
-template <class Shape, class T>
-inline void score_tokens(const T* k, int head_dim, int tokens, const float* q, int q_stride,
+// three rows of the block that hold no tokens yet, and what it writes means nothing. Q: float, or
+// what else there is a score_rows() for.
+template <class Shape, class T, class Q>
+inline void score_tokens(const T* k, int head_dim, int tokens, const Q* q, int q_stride,
                          Prefetch ahead, float* scores) {
     for (int token = 0; token < tokens; token += Shape::kTokens) {
         const T* rows = k + int64_t(token) * head_dim;

@@ -189,6 +189,15 @@ def test_head_dims(isa: str, head_dim: int, kv_dtype: torch.dtype) -> None:
     check(Case(4, 2, [3, 50], head_dim, 16, kv_dtype=kv_dtype, seed=head_dim), num_threads=1)
 
 
+@pytest.mark.parametrize("head_dim", [8, 40, 128, 256])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_bfloat16_throughout(isa: str, group: int, head_dim: int) -> None:
+    """Activations in bfloat16 have logits of their own in some instruction sets."""
+    dtype = torch.bfloat16
+    case = Case(group * 2, 2, [1, 7, 33, 70], head_dim, dtype=dtype, kv_dtype=dtype, seed=group)
+    check(case, num_threads=2)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128])
 def test_block_sizes(isa: str, block_size: int) -> None:
     contexts = [1, block_size - 1, block_size, block_size + 1, 3 * block_size + 5]
