@@ -38,7 +38,7 @@ from typing import Any
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
-from swiftapex.core.errors import RequestError
+from swiftapex.core.errors import ConfigError, RequestError
 from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
 from swiftapex.executor.ray_executor import ControlTraffic, RayExecutor
@@ -73,9 +73,15 @@ def make_engine(args: argparse.Namespace, strategy: str) -> Engine:
 
 
 def parsed(strategy: str) -> tuple[str, dict[str, Any]]:
-    """`NAME` or `NAME?{"argument": value}`."""
-    policy, _, policy_args = strategy.partition("?")
-    return policy, json.loads(policy_args or "{}")
+    """`NAME` or `NAME?{"argument": value}`. ConfigError where that is no object of JSON."""
+    policy, _, text = strategy.partition("?")
+    try:
+        policy_args = json.loads(text or "{}")
+    except ValueError:
+        policy_args = None
+    if not isinstance(policy_args, dict):
+        raise ConfigError(f'{strategy}: expected NAME or NAME?{{"argument": value}}')
+    return policy, policy_args
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Policies in simulated time: whole runs and windows of any regime, without a GPU or a model.
 
-    python scripts/simulate.py --regimes a10g-26400 --outputs 50 --requests 1000 \
-        --policies gpu_only neo apex model_based my_lab.my_file:MyPolicy
+    PYTHONPATH=. python scripts/simulate.py --regimes a10g-26400 --outputs 50 --requests 1000 \\
+        --policies gpu_only neo 'apex?{"overlap": false}' my_lab.my_file:MyPolicy
+
+Regimes are a model, a part of a GPU or all of it, KV and prompts (`REGIMES` in
+`bench_regimes.py`).
 
 The policy plans as in an engine, over the requests, lengths, KV and staging area that
 `bench_regimes.py` gives it; the clock runs by a measured profile (`docs/results/profile_*.json`,
@@ -9,10 +12,13 @@ chosen by the regime's model and multiprocessors, or `--profile`). What a profil
 not simulated, such as a host that is late, and the policy knows all costs: online correction has
 nothing to learn. The same arguments give the same figures.
 
-- `--kinds whole` (default): all requests are there at once and run to their end.
+- `--kinds whole` (default): all requests are there at once and run to their end (in `low-batch`
+  too, which keeps to four at a time in windows only).
 - `--kinds window`: begins with as many requests in progress as the regime says for the policy, or
   with `--start` (as behind the `@` of `bench_hybrid.py`'s lengths); a policy that fills the CPU and
-  drains it in turns has a line of each start.
+  drains it in turns has a line of each start. A regime knows no start for a policy of yours, which
+  therefore begins with all that fit: where `valid` is false and `filled_per_s` far below 0 its rate
+  is that of draining the CPU, and a smaller `--start` comes nearer to what it keeps up.
 - `--kinds decode`: the same without new requests.
 
 Prints a line of JSON per run. Beside what `bench_hybrid.py` prints: `on_cpu_most` and `on_cpu_end`
@@ -25,6 +31,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 import time
 from collections import Counter
 from itertools import product
@@ -35,11 +43,13 @@ from bench_hybrid import KINDS, Lengths, Run, Workload, parsed, whole, window
 from bench_regimes import OUTPUTS, REGIMES, STRATEGIES, Cell, Regime
 
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig
+from swiftapex.core.errors import ConfigError, SwiftapexError
 from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.costs.tables import Tables
 from swiftapex.kv.sizing import kv_sizes
 from swiftapex.model.config import named_architecture
-from swiftapex.policies import make_policy
+from swiftapex.pipelines import PIPELINES
+from swiftapex.policies import FIXED_PREFIX, make_policy
 from swiftapex.simulation.engine import SimulatedEngine
 
 PROFILES = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -52,8 +62,33 @@ def profile_of(regime: Regime) -> Path:
 
 
 def read_costs(path: Path) -> MeasuredCostModel:
-    """The tables of a profile."""
-    return MeasuredCostModel(Tables.from_dict(json.loads(path.read_text())["tables"]))
+    """The tables of a profile. ConfigError where the file holds none."""
+    try:
+        return MeasuredCostModel(Tables.from_dict(json.loads(path.read_text())["tables"]))
+    except OSError as error:
+        raise ConfigError(f"--profile {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--profile {path}: it holds no measured tables ({error!r})") from error
+
+
+def check(args: argparse.Namespace) -> None:
+    """ConfigError where an argument cannot be what it says, before anything is simulated."""
+    for strategy in args.policies:
+        policy, policy_args = parsed(strategy)
+        make_policy(policy, policy_args)
+        pipeline = policy.removeprefix(FIXED_PREFIX)
+        if pipeline != policy and ":" not in pipeline and pipeline not in PIPELINES:
+            known = ", ".join(PIPELINES)
+            raise ConfigError(f"--policies {strategy}: expected a pipeline of {known}")
+    for name, output in product(args.regimes, args.outputs):
+        longest = round(1.1 * REGIMES[name].mean_input) + round(1.1 * output)
+        if longest > args.max_len:
+            raise ConfigError(
+                f"--outputs {output}: in {name} the longest request has {longest} tokens, "
+                f"more than --max-len {args.max_len}"
+            )
+    if args.profile is not None:
+        read_costs(args.profile)
 
 
 def make_engine(regime: Regime, strategy: str, args: argparse.Namespace) -> SimulatedEngine:
@@ -124,25 +159,73 @@ def starts(regime: str, output: int, strategy: str, args: argparse.Namespace) ->
     return [args.start] if args.start else Cell(regime, output, strategy, 0).starts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
-    parser.add_argument("--outputs", nargs="+", type=int, default=list(OUTPUTS))
-    parser.add_argument("--policies", nargs="+", default=list(STRATEGIES))
-    parser.add_argument("--kinds", nargs="+", default=["whole"], choices=KINDS)
-    parser.add_argument("--requests", nargs="+", type=int, default=[1000], help="of whole runs")
-    parser.add_argument("--start", help="what windows begin with, N or N:share")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a window")
-    parser.add_argument("--stretch", type=float, default=1.0, help="as for bench_hybrid.py")
-    parser.add_argument("--warmup", type=float, default=5.0)
-    parser.add_argument("--profile", type=Path, help="a JSON file with measured tables")
-    parser.add_argument("--cpu-gib", type=float, default=74)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def start(text: str) -> str:
+    requests, colon, share = text.partition(":")
+    count(requests)
+    if colon and above_zero(share) > 1:
+        raise argparse.ArgumentTypeError(f"expected a share of at most 1, got {share!r}")
+    return text
+
+
+def arguments() -> argparse.Namespace:
+    text, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=text, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
+    add("--outputs", nargs="+", type=count, default=list(OUTPUTS), help="tokens, on average")
+    add(
+        "--policies",
+        nargs="+",
+        default=list(STRATEGIES),
+        help="names as in an experiment file, with arguments as NAME?{JSON}",
+    )
+    add("--kinds", nargs="+", default=["whole"], choices=KINDS)
+    add("--requests", nargs="+", type=count, default=[1000], help="of whole runs")
+    add("--start", type=start, help="what windows begin with, N or N:share")
+    add("--seconds", type=above_zero, default=20.0, help="of a window")
+    add("--stretch", type=above_zero, default=1.0, help="as for bench_hybrid.py")
+    add("--warmup", type=float, default=5.0, help="seconds before a window")
+    add("--profile", type=Path, help="a JSON file with measured tables")
+    add("--cpu-gib", type=above_zero, default=74, help="of CPU KV")
+    add("--block-size", type=count, default=16)
+    add("--max-len", type=count, default=2048, help="tokens of a request")
+    add("--max-batch", type=count, default=256)
+    add("--max-tokens", type=count, default=2048, help="in a batch")
+    add("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Returns the exit code: 2 where the command line is wrong, or asks for what cannot run."""
+    args = arguments()
+    try:
+        check(args)
+        run(args)
+    except SwiftapexError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
     for name, output, kind in product(args.regimes, args.outputs, args.kinds):
         for strategy, number in product(args.policies, args.requests if kind == "whole" else [0]):
             own = argparse.Namespace(**vars(args) | {"requests": number})
@@ -156,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

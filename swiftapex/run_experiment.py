@@ -206,7 +206,7 @@ class _Session:
             reason = str(error) if known else f"{type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
             (self._folder / plan.folder / "error.txt").write_text(text, encoding="utf-8")
-            self._fail(plan, reason)
+            self._fail(plan, reason, "" if known else f" (where: {plan.folder}/error.txt)")
             return False
         outcomes, error_text = result.log.outcomes, result.log.error
         if error_text is None and outcomes and all(outcome.failed for outcome in outcomes):
@@ -226,9 +226,9 @@ class _Session:
         trace.write(folder / "trace.json")
         return result
 
-    def _fail(self, plan: RunPlan, reason: str) -> None:
+    def _fail(self, plan: RunPlan, reason: str, where: str = "") -> None:
         self._failures[plan.folder] = reason
-        _say(f"error: run {plan.folder} failed: {reason}")
+        _say(f"error: run {plan.folder} failed: {reason}{where}")
 
 
 def _warn(result: RunResult) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swiftapex import LLM, SamplingParams
+from swiftapex.run_experiment import main
 
 ROOT = Path(__file__).parent.parent
 TINY = {"architecture": "tiny", "weights": "dummy", "dtype": "float32"}
@@ -57,6 +62,29 @@ def test_the_readmes_pipeline_runs(lab: Path) -> None:
     (lab / "my_file.py").write_text(mine)
     expected, _ = tokens_of(gpu={"kv_tokens": 2048})
     assert tokens_of(gpu={"kv_tokens": 2048}, policy="fixed:my_lab.my_file:Mine")[0] == expected
+
+
+def test_the_readmes_small_experiment_uses_the_cpu(tmp_path: Path) -> None:
+    (small,) = re.findall(r"```yaml\n(name: mine\n.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "mine.yaml").write_text(small)
+    assert main([str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "results")]) == 0
+    (summary,) = tmp_path.glob("results/mine/*/summary.json")
+    alone, apex = json.loads(summary.read_text())["runs"]
+    assert alone["cpu_token_share"] == 0 < apex["cpu_token_share"]
+
+
+def test_the_documented_comparison_runs(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lab / "patient.py").write_text(python_blocks("docs/write_a_pipeline.md")[1])
+    text = (ROOT / "docs/write_a_pipeline.md").read_text()
+    (command,) = re.findall(r"python scripts/simulate.py (.*?)```", text, re.S)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script: Any = importlib.import_module("simulate")
+    monkeypatch.setattr("sys.argv", ["simulate", *shlex.split(command.replace("\\\n", ""))])
+    assert script.main() == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 5 and lines[-1]["on_cpu_most"] > 0
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/write_a_pipeline.md"])

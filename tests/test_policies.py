@@ -402,6 +402,16 @@ def test_fixed_shapes_and_their_errors() -> None:
         make_policy("apex", {"min_cpu_gpu_ratio": -1})
     with pytest.raises(ConfigError, match="does not take"):
         make_policy("neo", {"cohorts": 3})
+    with pytest.raises(ConfigError, match="'rho' cannot be made of"):
+        make_policy("rho", {"threshold": "x"})
+
+
+@pytest.mark.parametrize(
+    "name", ["json:JSONDecoder", "json:loads", "swiftapex.policies.base:Policy"]
+)
+def test_what_is_no_policy_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}': expected a subclass of .* with a plan"):
+        make_policy(name)
 
 
 def test_policies_import_neither_pipelines_nor_each_other() -> None:

@@ -412,6 +412,7 @@ def test_an_unexpected_exception_is_a_failed_run(run: Runner, experiment: Path) 
     assert run(experiment, makers=(FakeEngine, at_third_step(crash))) == 1
     assert [entry["name"] for entry in run.summary["runs"]] == ["one"]
     assert run.summary["failed_runs"][0]["error"] == "MemoryError: no memory left"
+    assert "two failed: MemoryError: no memory left (where: two/error.txt)" in run.stderr
     assert "Traceback" in (run.folder / "two" / "error.txt").read_text()
     assert run.engines[1].closed
 

@@ -105,3 +105,40 @@ def test_a_run_of_a_regime_is_the_same_again(
     for line in first:
         assert sum(line["iterations"].values()) == pytest.approx(1, abs=0.01)
         assert line["output_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--policies gpu_only apx", "unknown policy 'apx'"),
+        ("--policies fixed:asym", "expected a pipeline of sequential, asymmetric"),
+        ("--policies my_lab.none:Mine", "no module 'my_lab.none' on the Python path"),
+        ("--policies apex?[1]", "expected NAME or NAME?{"),
+        ("--policies apex?{", "expected NAME or NAME?{"),
+        ("--outputs 3000", "longest request has 3575 tokens, more than --max-len 2048"),
+        ("--outputs 0", "--outputs: expected a whole number above 0, got '0'"),
+        ("--requests -3", "--requests: expected a whole number above 0"),
+        ("--profile /none.json", "--profile /none.json: No such file"),
+        (f"--profile {Path(__file__)}", "it holds no measured tables"),
+        ("--kinds window --start some", "--start: expected a whole number above 0, got 'some'"),
+        ("--kinds window --start 9:2", "--start: expected a share of at most 1"),
+        ("--kinds window --seconds 0", "--seconds: expected a number above 0"),
+    ],
+)
+def test_arguments_that_cannot_be_are_answered_before_anything_runs(
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script: Any = importlib.import_module("simulate")
+    monkeypatch.setattr("sys.argv", ["simulate", "--regimes", "t4-864", *arguments.split()])
+    try:
+        code = script.main()
+    except SystemExit as error:  # of argparse
+        code = error.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert message in shown.err
+    assert shown.out == ""

@@ -24,6 +24,8 @@ def load_class(kind: str, name: str, known: Mapping[str, str]) -> type[Any]:
     except ModuleNotFoundError as error:
         if error.name and not module_name.startswith(error.name):
             raise  # a module that exists, but whose own imports do not
-        raise ConfigError(f"{kind} {name!r}: there is no module {module_name!r}") from error
+        raise ConfigError(
+            f"{kind} {name!r}: there is no module {module_name!r} on the Python path (PYTHONPATH)"
+        ) from error
     except AttributeError as error:
         raise ConfigError(f"{kind} {name!r}: {module_name} has no {class_name!r}") from error

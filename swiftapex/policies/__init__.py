@@ -31,9 +31,20 @@ def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
         args["pipeline"] = name.removeprefix(FIXED_PREFIX)
         name = "swiftapex.policies.fixed:Fixed"
     policy_class = load_class("policy", name, POLICIES)
+    from swiftapex.policies.base import Policy  # which a list of names can do without
+
+    is_policy = isinstance(policy_class, type) and issubclass(policy_class, Policy)
+    if not is_policy or inspect.isabstract(policy_class):
+        raise ConfigError(
+            f"policy {shown!r}: expected a subclass of swiftapex.policies.base.Policy with a plan()"
+        )
     try:
-        return policy_class(**args)  # type: ignore[no-any-return]
+        inspect.signature(policy_class).bind(**args)
     except TypeError as error:
         known = [p for p in inspect.signature(policy_class).parameters if p != "pipeline"]
         takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
         raise ConfigError(f"policy {shown!r} does not take {asked}: {takes}") from error
+    try:
+        return policy_class(**args)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ConfigError(f"policy {shown!r} cannot be made of {asked}: {error}") from error
