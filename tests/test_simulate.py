@@ -11,9 +11,11 @@ from harness import ConstantCostModel
 
 from swiftapex.core.errors import EngineError, RequestError
 from swiftapex.core.plan import StepPlan
-from swiftapex.core.request import SamplingParams
-from swiftapex.cost_model import Load, gpu_only_us, overlap_us
+from swiftapex.core.request import Placement, SamplingParams
+from swiftapex.cost_model import CostModel, Load, gpu_only_us, overlap_us
 from swiftapex.kv.sizing import KVSizes
+from swiftapex.policies.base import Policy
+from swiftapex.scheduler.state import SchedulerState
 from swiftapex.simulation.engine import SimulatedEngine
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -80,6 +82,42 @@ def test_what_cannot_run_is_refused_and_a_plan_without_work_is_an_error(
     monkeypatch.setattr(simulated._policy, "plan", lambda *_: StepPlan("sequential", ()))
     with pytest.raises(EngineError, match="nothing runs"):
         simulated.step()
+
+
+class StartsAndPreempts(Policy):
+    """Its iterations bring nothing, though none is without a reason."""
+
+    uses_cpu = False
+
+    def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
+        if state.queue.num_waiting:
+            state.start(state.queue.first_waiting, Placement.GPU)
+        plan = state.step_plan("sequential", [state.new_batch()])
+        for request in list(state.queue.running):
+            state.preempt(request)
+        return plan
+
+
+def test_iterations_that_bring_nothing_do_not_go_on_for_ever() -> None:
+    simulated = engine("gpu_only")
+    simulated._policy = StartsAndPreempts()
+    simulated.add([1] * 20, SamplingParams(max_tokens=10))
+    with pytest.raises(EngineError, match="no progress in 100 iterations"):
+        for _ in range(200):
+            simulated.step()
+
+
+def test_requests_in_progress_have_a_token_left_to_generate_and_no_more_than_asked_for() -> None:
+    simulated = engine("gpu_only")
+    for tokens in (1, 3):
+        with pytest.raises(RequestError):
+            simulated.add_in_progress([1] * 20, SamplingParams(max_tokens=tokens), tokens)
+    assert not simulated.has_work
+    request = simulated.add_in_progress([1] * 20, SamplingParams(max_tokens=3), 0)
+    assert len(request.output_ids) == 1
+    while simulated.has_work:
+        simulated.step()
+    assert len(request.output_ids) == 3
 
 
 def test_a_run_of_a_regime_is_the_same_again(
