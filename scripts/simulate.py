@@ -18,7 +18,7 @@ nothing to learn. The same arguments give the same figures.
 Prints a line of JSON per run. Beside what `bench_hybrid.py` prints: `on_cpu_most` and `on_cpu_end`
 requests on the CPU, `filled_per_s` requests that were prefilled and did not end, per second
 (negative: drained), and by pipeline (`+ chunks`: with prompts) the share of `iterations` and of
-`time`.
+`time`. A run that is not possible has an `error` in their place; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench_hybrid import KINDS, Lengths, Run, Workload, parsed, whole, window
+from bench_hybrid import KINDS, Lengths, Run, Workload, at_least, parsed, whole, window
 from bench_regimes import OUTPUTS, REGIMES, STRATEGIES, Cell, Regime
 
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig
+from swiftapex.core.errors import ConfigError, SwiftapexError
 from swiftapex.costs.measured import MeasuredCostModel
 from swiftapex.costs.tables import Tables
 from swiftapex.kv.sizing import kv_sizes
@@ -52,8 +53,11 @@ def profile_of(regime: Regime) -> Path:
 
 
 def read_costs(path: Path) -> MeasuredCostModel:
-    """The tables of a profile."""
-    return MeasuredCostModel(Tables.from_dict(json.loads(path.read_text())["tables"]))
+    """The tables of a profile. ConfigError where the file has none."""
+    try:
+        return MeasuredCostModel(Tables.from_dict(json.loads(path.read_text())["tables"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no measured tables: {error!r}") from error
 
 
 def make_engine(regime: Regime, strategy: str, args: argparse.Namespace) -> SimulatedEngine:
@@ -124,35 +128,51 @@ def starts(regime: str, output: int, strategy: str, args: argparse.Namespace) ->
     return [args.start] if args.start else Cell(regime, output, strategy, 0).starts
 
 
+def start(text: str) -> str:
+    """For argparse: what a window begins with. ValueError where it says nothing."""
+    Lengths.parse(f"1x1@{text}")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
-    parser.add_argument("--outputs", nargs="+", type=int, default=list(OUTPUTS))
+    parser.add_argument("--outputs", nargs="+", type=at_least(1, int), default=list(OUTPUTS))
     parser.add_argument("--policies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--kinds", nargs="+", default=["whole"], choices=KINDS)
-    parser.add_argument("--requests", nargs="+", type=int, default=[1000], help="of whole runs")
-    parser.add_argument("--start", help="what windows begin with, N or N:share")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a window")
-    parser.add_argument("--stretch", type=float, default=1.0, help="as for bench_hybrid.py")
-    parser.add_argument("--warmup", type=float, default=5.0)
+    parser.add_argument(
+        "--requests", nargs="+", type=at_least(1, int), default=[1000], help="of whole runs"
+    )
+    parser.add_argument("--start", type=start, help="what windows begin with, N or N:share")
+    parser.add_argument("--seconds", type=at_least(1e-3, float), default=20.0, help="of a window")
+    parser.add_argument(
+        "--stretch", type=at_least(1, float), default=1.0, help="as for bench_hybrid.py"
+    )
+    parser.add_argument("--warmup", type=at_least(0, float), default=5.0)
     parser.add_argument("--profile", type=Path, help="a JSON file with measured tables")
-    parser.add_argument("--cpu-gib", type=float, default=74)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--cpu-gib", type=at_least(0, float), default=74)
+    parser.add_argument("--block-size", type=at_least(1, int), default=16)
+    parser.add_argument("--max-len", type=at_least(1, int), default=2048)
+    parser.add_argument("--max-batch", type=at_least(1, int), default=256)
+    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    failed = False
     for name, output, kind in product(args.regimes, args.outputs, args.kinds):
         for strategy, number in product(args.policies, args.requests if kind == "whole" else [0]):
             own = argparse.Namespace(**vars(args) | {"requests": number})
-            for start in [""] if kind == "whole" else starts(name, output, strategy, args):
+            for first in [""] if kind == "whole" else starts(name, output, strategy, args):
                 begin = time.perf_counter()
-                found = simulate(REGIMES[name], output, strategy, kind, start, own)
+                try:
+                    found = simulate(REGIMES[name], output, strategy, kind, first, own)
+                except SwiftapexError as error:
+                    found, failed = {"error": str(error)}, True
                 key = {"regime": name, "output": output, "policy": strategy, "kind": kind}
-                key |= {"requests": number} if kind == "whole" else {"start": start}
+                key |= {"requests": number} if kind == "whole" else {"start": first}
                 took = {"simulated_in_s": round(time.perf_counter() - begin, 1)}
                 print(json.dumps(key | found | took), flush=True)
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -120,11 +120,70 @@ def test_requests_in_progress_have_a_token_left_to_generate_and_no_more_than_ask
     assert len(request.output_ids) == 3
 
 
-def test_a_run_of_a_regime_is_the_same_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    script: Any = importlib.import_module("simulate")
+    return importlib.import_module("simulate")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["outputs 0", "outputs -5", "requests 0", "requests -1", "seconds 0", "seconds nan",
+     "stretch inf", "stretch 0.5", "warmup -1", "warmup nan", "cpu-gib -1", "cpu-gib nan",
+     "cpu-gib inf", "block-size 0", "max-len 0", "max-batch 0", "max-tokens -3", "start some",
+     "start 4:x"],
+)  # fmt: skip
+def test_arguments_that_mean_nothing_are_refused(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
+    monkeypatch.setattr("sys.argv", f"simulate --{argument}".split())
+    with pytest.raises(SystemExit) as refused:
+        script.main()
+    assert refused.value.code == 2
+    assert f"argument --{argument.split()[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--regimes a10g-26400 --outputs 5000", "--max-len is too small"),
+        ("--regimes t4-864 --outputs 1500", "can never fit"),
+        ("--regimes t4-864 --kinds window --outputs 1500", "no request was in progress"),
+        ("--regimes low-batch --kinds decode --outputs 50 --seconds 1", "no request was in progr"),
+        ("--regimes low-batch --kinds window --start 0", "no request was in progress"),
+        ("--regimes t4-864 --policies unheard_of", "unknown policy"),
+        ("--regimes t4-864 --profile nowhere.json", "nowhere.json: no measured tables"),
+        ("--regimes t4-864 --profile pyproject.toml", "pyproject.toml: no measured tables"),
+        ("--regimes t4-864 --profile docs/results/regimes.json", "regimes.json: no measured"),
+    ],
+)
+def test_runs_that_are_not_possible_say_why_and_the_others_go_on(
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(SCRIPTS.parent)
+    common = "--outputs 50 --policies gpu_only --requests 3"
+    monkeypatch.setattr("sys.argv", f"simulate {common} {arguments}".split())
+    with pytest.raises(SystemExit) as failed:
+        script.main()
+    assert failed.value.code == 1
+    for line in capsys.readouterr().out.splitlines():
+        found = script.json.loads(line)
+        assert words in found["error"] and "output_tokens_per_s" not in found
+    argv = ["simulate", "--regimes", "t4-864", "--policies", "none", "gpu_only"]
+    monkeypatch.setattr("sys.argv", [*argv, "--requests", "2"])
+    with pytest.raises(SystemExit):
+        script.main()
+    lines = list(map(script.json.loads, capsys.readouterr().out.splitlines()))
+    assert ["error" in line for line in lines] == [True, False] * 3
+
+
+def test_a_run_of_a_regime_is_the_same_again(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = "simulate --regimes t4-864 --outputs 50 --policies gpu_only apex --requests 30"
     arguments += " --kinds whole window --seconds 2 --warmup 1 --start 20"
 
