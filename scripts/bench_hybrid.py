@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import time
@@ -38,7 +39,7 @@ from typing import Any
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
-from swiftapex.core.errors import ConfigError, RequestError
+from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.request import Request
 from swiftapex.engine.engine import Engine
 from swiftapex.executor.ray_executor import ControlTraffic, RayExecutor
@@ -82,6 +83,18 @@ def parsed(strategy: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(policy_args, dict):
         raise ConfigError(f'{strategy}: expected NAME or NAME?{{"argument": value}}')
     return policy, policy_args
+
+
+def at_least(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
+    """For argparse: a finite number of that kind."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a number of at least {least}, got {text}")
+        return value
+
+    return number
 
 
 @dataclass(frozen=True)
@@ -150,8 +163,16 @@ class Run:
         self.requests: list[Request] = []
 
     def add(self, count: int) -> None:
+        """RequestError where lengths were cut: rates would be those of other lengths."""
         for _ in range(count):
-            self.requests.append(self._engine.add(*self._workload.next()))
+            prompt, sampling = self._workload.next()
+            request = self._engine.add(prompt, sampling)
+            if request.sampling.max_tokens < sampling.max_tokens:
+                raise RequestError(
+                    f"{len(prompt)} prompt tokens leave room for {request.sampling.max_tokens} of "
+                    f"{sampling.max_tokens} output tokens: --max-len is too small"
+                )
+            self.requests.append(request)
 
     def fill(self, most: int, cpu_share: float | None = None) -> None:
         """Requests in progress until no KV is left for another one."""
@@ -218,6 +239,8 @@ def window(
         valid = not feed or abs(ins - outs) <= AGREE * max(ins, outs)
         if valid or seconds >= args.stretch * args.seconds or not engine.has_work:
             break
+    if seconds == 0:
+        raise EngineError("no request was in progress when the window began")
     now, stats = engine.busy().cpu_s, engine.stats()
     rate = output / seconds
     return {
@@ -343,12 +366,14 @@ def main() -> None:
     parser.add_argument(
         "--lengths", nargs="+", default=["400x200"], help="input x output [@requests[:share]]"
     )
-    parser.add_argument("--requests", type=int, default=1000, help="at most, or of a whole run")
+    parser.add_argument(
+        "--requests", type=at_least(1, int), default=1000, help="at most, or of a whole run"
+    )
     parser.add_argument("--at-once", type=int, help="requests; default: as many as there is KV for")
     parser.add_argument("--kinds", nargs="+", default=["window"], choices=KINDS)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--stretch", type=float, default=2.0)
-    parser.add_argument("--warmup", type=float, default=3.0)
+    parser.add_argument("--seconds", type=at_least(1e-3, float), default=10.0)
+    parser.add_argument("--stretch", type=at_least(1, float), default=2.0)
+    parser.add_argument("--warmup", type=at_least(0, float), default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategies", nargs="+", default=["gpu_only", "neo", "apex"])
     args = parser.parse_args()

@@ -24,14 +24,13 @@ nothing to learn. The same arguments give the same figures.
 Prints a line of JSON per run. Beside what `bench_hybrid.py` prints: `on_cpu_most` and `on_cpu_end`
 requests on the CPU, `filled_per_s` requests that were prefilled and did not end, per second
 (negative: drained), and by pipeline (`+ chunks`: with prompts) the share of `iterations` and of
-`time`.
+`time`. A run that is not possible has an `error` in their place; the exit code is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench_hybrid import KINDS, Lengths, Run, Workload, parsed, whole, window
+from bench_hybrid import KINDS, Lengths, Run, Workload, at_least, parsed, whole, window
 from bench_regimes import OUTPUTS, REGIMES, STRATEGIES, Cell, Regime
 
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig
@@ -159,27 +158,12 @@ def starts(regime: str, output: int, strategy: str, args: argparse.Namespace) ->
     return [args.start] if args.start else Cell(regime, output, strategy, 0).starts
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
 def start(text: str) -> str:
+    """For argparse: what a window begins with."""
     requests, colon, share = text.partition(":")
-    count(requests)
-    if colon and above_zero(share) > 1:
-        raise argparse.ArgumentTypeError(f"expected a share of at most 1, got {share!r}")
+    at_least(1, int)(requests)
+    if colon and not 0 < float(share) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share of at most 1, got {share}")
     return text
 
 
@@ -190,7 +174,13 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
-    add("--outputs", nargs="+", type=count, default=list(OUTPUTS), help="tokens, on average")
+    add(
+        "--outputs",
+        nargs="+",
+        type=at_least(1, int),
+        default=list(OUTPUTS),
+        help="tokens, on average",
+    )
     add(
         "--policies",
         nargs="+",
@@ -198,44 +188,49 @@ def arguments() -> argparse.Namespace:
         help="names as in an experiment file, with arguments as NAME?{JSON}",
     )
     add("--kinds", nargs="+", default=["whole"], choices=KINDS)
-    add("--requests", nargs="+", type=count, default=[1000], help="of whole runs")
+    add("--requests", nargs="+", type=at_least(1, int), default=[1000], help="of whole runs")
     add("--start", type=start, help="what windows begin with, N or N:share")
-    add("--seconds", type=above_zero, default=20.0, help="of a window")
-    add("--stretch", type=above_zero, default=1.0, help="as for bench_hybrid.py")
-    add("--warmup", type=float, default=5.0, help="seconds before a window")
+    add("--seconds", type=at_least(1e-3, float), default=20.0, help="of a window")
+    add("--stretch", type=at_least(1, float), default=1.0, help="as for bench_hybrid.py")
+    add("--warmup", type=at_least(0, float), default=5.0, help="seconds before a window")
     add("--profile", type=Path, help="a JSON file with measured tables")
-    add("--cpu-gib", type=above_zero, default=74, help="of CPU KV")
-    add("--block-size", type=count, default=16)
-    add("--max-len", type=count, default=2048, help="tokens of a request")
-    add("--max-batch", type=count, default=256)
-    add("--max-tokens", type=count, default=2048, help="in a batch")
+    add("--cpu-gib", type=at_least(0, float), default=74, help="of CPU KV")
+    add("--block-size", type=at_least(1, int), default=16)
+    add("--max-len", type=at_least(1, int), default=2048, help="tokens of a request")
+    add("--max-batch", type=at_least(1, int), default=256)
+    add("--max-tokens", type=at_least(1, int), default=2048, help="in a batch")
     add("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> int:
-    """Returns the exit code: 2 where the command line is wrong, or asks for what cannot run."""
+    """Returns the exit code: 2 where the command line is wrong, 1 where a run was not possible."""
     args = arguments()
     try:
         check(args)
-        run(args)
     except SwiftapexError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 0 if run(args) else 1
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> bool:
+    """Whether all runs were possible."""
+    failed = False
     for name, output, kind in product(args.regimes, args.outputs, args.kinds):
         for strategy, number in product(args.policies, args.requests if kind == "whole" else [0]):
             own = argparse.Namespace(**vars(args) | {"requests": number})
-            for start in [""] if kind == "whole" else starts(name, output, strategy, args):
+            for first in [""] if kind == "whole" else starts(name, output, strategy, args):
                 begin = time.perf_counter()
-                found = simulate(REGIMES[name], output, strategy, kind, start, own)
+                try:
+                    found = simulate(REGIMES[name], output, strategy, kind, first, own)
+                except SwiftapexError as error:
+                    found, failed = {"error": str(error)}, True
                 key = {"regime": name, "output": output, "policy": strategy, "kind": kind}
-                key |= {"requests": number} if kind == "whole" else {"start": start}
+                key |= {"requests": number} if kind == "whole" else {"start": first}
                 took = {"simulated_in_s": round(time.perf_counter() - begin, 1)}
                 print(json.dumps(key | found | took), flush=True)
+    return not failed
 
 
 if __name__ == "__main__":

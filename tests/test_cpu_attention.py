@@ -258,15 +258,34 @@ def test_pieces_taken_over_give_the_same_bits(num_threads: int, contexts: list[i
 
 @pytest.mark.parametrize("logit", [6e4, -6e4, 0.0])
 @pytest.mark.parametrize("spread", [False, True])
-def test_extreme_logits(isa: str, logit: float, spread: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_logits(isa: str, logit: float, spread: bool, dtype: torch.dtype) -> None:
     """All logits equal to `logit`, or one of them 6e4 above the rest: no infinity, no NaN."""
-    case = Case(4, 1, [100, 1, 37], 64, 16, kv_dtype=torch.float32, scale=1.0)
+    case = Case(4, 1, [100, 1, 37], 64, 16, dtype, dtype, scale=1.0)
     q, k, _ = case.heads()
     q.fill_(0.0)[..., 0] = 1.0
     k[..., 0] = logit
     case.kv[:, :, 0, :, 0] = logit - (6e4 if spread else 0.0)
     case.kv[case.table[0, 6].long(), :, 0, 4:] = torch.nan
     check(case, num_threads=2)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[:2], DTYPES[1::-1], DTYPES[::2], DTYPES[2:] * 2])
+@pytest.mark.parametrize("scale", [1e-6, 0.3, 3.0])
+def test_tokens_of_no_weight_and_other_scales(
+    isa: str, dtypes: tuple[torch.dtype, torch.dtype], scale: float
+) -> None:
+    """Logits of minus infinity, and infinity in rows of a block that hold no token yet."""
+    for group in (1, 2, 4, 7, 8):
+        case = Case(group, 1, [100, 1, 37, 16], 72, 16, *dtypes, seed=group, scale=scale)
+        case.kv[case.kv.isnan()] = torch.inf
+        q, _, _ = case.heads()
+        q.abs_().clamp_(min=0.1)
+        for position in (0, 3, 17, 35):
+            rows = [0, 2] if position > 15 else [0, 2, 3]
+            blocks = case.table[rows, position // 16].long()
+            case.kv[blocks, 0, 0, position % 16, position] = -torch.inf
+        check(case, num_threads=2)
 
 
 def test_offsets_beyond_32_bits(isa: str) -> None:

@@ -11,9 +11,11 @@ from harness import ConstantCostModel
 
 from swiftapex.core.errors import EngineError, RequestError
 from swiftapex.core.plan import StepPlan
-from swiftapex.core.request import SamplingParams
-from swiftapex.cost_model import Load, gpu_only_us, overlap_us
+from swiftapex.core.request import Placement, SamplingParams
+from swiftapex.cost_model import CostModel, Load, gpu_only_us, overlap_us
 from swiftapex.kv.sizing import KVSizes
+from swiftapex.policies.base import Policy
+from swiftapex.scheduler.state import SchedulerState
 from swiftapex.simulation.engine import SimulatedEngine
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -82,11 +84,97 @@ def test_what_cannot_run_is_refused_and_a_plan_without_work_is_an_error(
         simulated.step()
 
 
-def test_a_run_of_a_regime_is_the_same_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+class StartsAndPreempts(Policy):
+    """Its iterations bring nothing, though none is without a reason."""
+
+    uses_cpu = False
+
+    def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
+        if state.queue.num_waiting:
+            state.start(state.queue.first_waiting, Placement.GPU)
+        plan = state.step_plan("sequential", [state.new_batch()])
+        for request in list(state.queue.running):
+            state.preempt(request)
+        return plan
+
+
+def test_iterations_that_bring_nothing_do_not_go_on_for_ever() -> None:
+    simulated = engine("gpu_only")
+    simulated._policy = StartsAndPreempts()
+    simulated.add([1] * 20, SamplingParams(max_tokens=10))
+    with pytest.raises(EngineError, match="no progress in 100 iterations"):
+        for _ in range(200):
+            simulated.step()
+
+
+def test_requests_in_progress_have_a_token_left_to_generate_and_no_more_than_asked_for() -> None:
+    simulated = engine("gpu_only")
+    for tokens in (1, 3):
+        with pytest.raises(RequestError):
+            simulated.add_in_progress([1] * 20, SamplingParams(max_tokens=tokens), tokens)
+    assert not simulated.has_work
+    request = simulated.add_in_progress([1] * 20, SamplingParams(max_tokens=3), 0)
+    assert len(request.output_ids) == 1
+    while simulated.has_work:
+        simulated.step()
+    assert len(request.output_ids) == 3
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    script: Any = importlib.import_module("simulate")
+    return importlib.import_module("simulate")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["outputs 0", "outputs -5", "requests 0", "requests -1", "seconds 0", "seconds nan",
+     "stretch inf", "stretch 0.5", "warmup -1", "warmup nan", "cpu-gib -1", "cpu-gib nan",
+     "cpu-gib inf", "block-size 0", "max-len 0", "max-batch 0", "max-tokens -3", "start some",
+     "start 4:x"],
+)  # fmt: skip
+def test_arguments_that_mean_nothing_are_refused(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str
+) -> None:
+    monkeypatch.setattr("sys.argv", f"simulate --{argument}".split())
+    with pytest.raises(SystemExit) as refused:
+        script.main()
+    assert refused.value.code == 2
+    assert f"argument --{argument.split()[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--regimes t4-864 --outputs 1500", "can never fit"),
+        ("--regimes t4-864 --kinds window --outputs 1500", "no request was in progress"),
+        ("--regimes low-batch --kinds decode --outputs 50 --seconds 1", "no request was in progr"),
+    ],
+)
+def test_runs_that_are_not_possible_say_why_and_the_others_go_on(
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(SCRIPTS.parent)
+    common = "--outputs 50 --policies gpu_only --requests 3"
+    monkeypatch.setattr("sys.argv", f"simulate {common} {arguments}".split())
+    assert script.main() == 1
+    for line in capsys.readouterr().out.splitlines():
+        found = script.json.loads(line)
+        assert words in found["error"] and "output_tokens_per_s" not in found
+    argv = "simulate --regimes t4-864 --outputs 1500 50 --policies gpu_only --requests 2"
+    monkeypatch.setattr("sys.argv", argv.split())
+    assert script.main() == 1
+    lines = list(map(script.json.loads, capsys.readouterr().out.splitlines()))
+    assert ["error" in line for line in lines] == [True, False]
+
+
+def test_a_run_of_a_regime_is_the_same_again(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = "simulate --regimes t4-864 --outputs 50 --policies gpu_only apex --requests 30"
     arguments += " --kinds whole window --seconds 2 --warmup 1 --start 20"
 
@@ -116,13 +204,15 @@ def test_a_run_of_a_regime_is_the_same_again(
         ("--policies apex?[1]", "expected NAME or NAME?{"),
         ("--policies apex?{", "expected NAME or NAME?{"),
         ("--outputs 3000", "longest request has 3575 tokens, more than --max-len 2048"),
-        ("--outputs 0", "--outputs: expected a whole number above 0, got '0'"),
-        ("--requests -3", "--requests: expected a whole number above 0"),
+        ("--outputs 0", "--outputs: expected a number of at least 1, got 0"),
+        ("--requests -3", "--requests: expected a number of at least 1, got -3"),
         ("--profile /none.json", "--profile /none.json: No such file"),
         (f"--profile {Path(__file__)}", "it holds no measured tables"),
-        ("--kinds window --start some", "--start: expected a whole number above 0, got 'some'"),
+        (f"--profile {SCRIPTS.parent}/docs/results/regimes.json", "it holds no measured tables"),
+        ("--kinds window --start some", "--start: invalid start value: 'some'"),
+        ("--kinds window --start 0", "--start: expected a number of at least 1, got 0"),
         ("--kinds window --start 9:2", "--start: expected a share of at most 1"),
-        ("--kinds window --seconds 0", "--seconds: expected a number above 0"),
+        ("--kinds window --seconds 0", "--seconds: expected a number of at least 0.001, got 0"),
     ],
 )
 def test_arguments_that_cannot_be_are_answered_before_anything_runs(

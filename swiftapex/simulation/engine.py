@@ -11,8 +11,9 @@ from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import SIDES, FinishReason, Placement, Request, SamplingParams
 from swiftapex.cost_model import CostModel
-from swiftapex.engine.admission import fit_sampling
+from swiftapex.engine.admission import check_progress, fit_sampling
 from swiftapex.engine.stats import EngineStats, count, record_launch
+from swiftapex.engine.watch import Watch
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.kv.sizing import KVSizes
 from swiftapex.policies import make_policy
@@ -48,6 +49,7 @@ class SimulatedEngine:
         limits = Limits(max_batch_size, max_tokens_in_batch, sizes.staging_blocks)
         self._state = SchedulerState(self._queue, self._blocks, limits)
         self._machine = SimulatedMachine(cost, block_size)
+        self._watch = Watch(cost.num_layers)
         self.iterations: list[IterationRecord] = []
         self.most_on_cpu = 0  # requests, at the end of an iteration
         self._live: dict[int, Request] = {}
@@ -77,6 +79,8 @@ class SimulatedEngine:
         self, prompt: Sequence[int], sampling: SamplingParams, num_generated: int
     ) -> Request:
         """As `Engine.add_in_progress`: a request that has generated so many tokens."""
+        num_generated = num_generated or 1
+        check_progress(num_generated, sampling, len(prompt), self._max_model_len)
         request = self.add(prompt, sampling)
         request.output_ids.extend([0] * num_generated)
         request.num_computed = request.num_tokens - 1
@@ -88,7 +92,8 @@ class SimulatedEngine:
         raise RequestError(f"no KV blocks are left for a request of {request.num_tokens} tokens")
 
     def step(self) -> StepPlan:
-        """One iteration. EngineError where nothing runs though requests are there."""
+        """One iteration. EngineError where nothing runs though requests are there, or where many
+        iterations in a row bring nothing."""
         state, start_s = self._state, self._now_s
         preempted, cpu_tokens = state.num_preemptions, self._cpu_decoded_tokens
         was_in_flight = state.anything_in_flight
@@ -105,7 +110,12 @@ class SimulatedEngine:
             request.output_ids.append(0)
             if len(request.output_ids) >= request.sampling.max_tokens:
                 self._end(request, FinishReason.LENGTH)
-        self._record(plan, outcome, start_s, preempted, self._cpu_decoded_tokens - cpu_tokens)
+        result = StepResult(tuple(outcome.completing), outcome.in_flight)
+        cpu_decodes = self._cpu_decoded_tokens - cpu_tokens
+        self._record(plan, outcome, result, start_s, preempted, cpu_decodes)
+        still = self._watch.standstill(plan, result, self.has_work)
+        if still is not None:
+            raise EngineError(still)
         return plan
 
     def stats(self) -> EngineStats:
@@ -126,12 +136,18 @@ class SimulatedEngine:
         self._state.settle(plan, outcome.in_flight)
 
     def _record(
-        self, plan: StepPlan, outcome: Outcome, start_s: float, preempted: int, cpu_decodes: int
+        self,
+        plan: StepPlan,
+        outcome: Outcome,
+        result: StepResult,
+        start_s: float,
+        preempted: int,
+        cpu_decodes: int,
     ) -> None:
         record = record_launch(
             self._state,
             plan,
-            StepResult(tuple(outcome.completing), outcome.in_flight),
+            result,
             index=self._num_iterations,
             start_s=start_s,
             schedule_us=0.0,
