@@ -410,7 +410,7 @@ def test_fixed_shapes_and_their_errors() -> None:
     "name", ["json:JSONDecoder", "json:loads", "swiftapex.policies.base:Policy"]
 )
 def test_what_is_no_policy_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}': expected a subclass of .* with a plan"):
+    with pytest.raises(ConfigError, match=f"'{name}': expected a class with a plan"):
         make_policy(name)
 
 
