@@ -313,8 +313,12 @@ def test_apex_is_gpu_only_below_the_ratio_and_counts_parked_requests() -> None:
     cost = ConstantCostModel(num_layers=64, cpu_token=10.0)
     harness = hybrid("apex", cost, policy_args={"min_cpu_gpu_ratio": 100})
     fill(harness, 6)
-    assert decoding(harness)[1] > 0
-    assert harness.step().pipeline == "sequential"
+    num_gpu, num_cpu = decoding(harness)
+    assert num_cpu > 0
+    plan = harness.step()
+    assert plan.pipeline == "sequential" and plan.inequality is not None
+    assert "min_cpu_gpu_ratio" in plan.inequality.words  # in the report's words: why
+    assert (plan.inequality.left, plan.inequality.right) == (num_cpu / num_gpu, 100)
     harness = hybrid("apex", cost, policy_args={"min_cpu_gpu_ratio": 1, "cohorts": 1})
     fill(harness, 6)
     while not harness.state.num_in_flight:

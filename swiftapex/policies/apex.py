@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plan import StepPlan
+from swiftapex.core.plan import Inequality, StepPlan
 from swiftapex.core.request import Placement
 from swiftapex.cost_model import CostModel
 from swiftapex.policies.base import Policy
@@ -27,6 +27,8 @@ from swiftapex.scheduler.overlap import overlap_plan
 from swiftapex.scheduler.prefill import add_prefill, full_for_overlap, gpu_first
 from swiftapex.scheduler.split import add_split, split_for, split_wins, trim_swap_out
 from swiftapex.scheduler.state import SchedulerState
+
+_RATIO = "CPU requests per GPU request > min_cpu_gpu_ratio"
 
 
 class Strategy(enum.Enum):
@@ -122,6 +124,9 @@ class Apex(Policy):
             chunk = found[OVERLAP].chunk if OVERLAP in found else None
             return overlap_plan(state, cost_model, first, rows, OVERLAP, times(found), sides, chunk)
         if strategy is Strategy.GPU_ONLY:
+            few = 0 < num_cpu < self.min_cpu_gpu_ratio * num_gpu
+            if few and not overdue and self.analytic_model:  # which decided it
+                sides = Inequality(_RATIO, num_cpu / num_gpu, self.min_cpu_gpu_ratio)
             alone = one_batch_us(state, cost_model, first.load)
             return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)
         split = trim_swap_out(state, cost_model, first, split)
