@@ -50,7 +50,7 @@ inline void transpose_quarters(__m512i (&x)[4]) {
 
 template <>
 struct Scores<BFloat16> {
-    using Vectors = DotScores<2>;  // for fewer heads
+    using Vectors = DotScores;  // for fewer heads
     template <int Heads>
     static constexpr bool kUseTiles = Heads >= 5;
     template <int Heads>

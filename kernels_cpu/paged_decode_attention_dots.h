@@ -64,12 +64,11 @@ template <int kHeads, int kTokens>
     }
 }
 
-// From kMinHeads query heads of a tile on; others take multiply-adds.
-template <int kMinHeads>
+// From two query heads of a tile on; one takes multiply-adds.
 struct DotScores : FmaScores<BFloat16> {
     using Fma = FmaScores<BFloat16>;
     template <int Heads, class A>
-    static constexpr bool kUseDots = Heads >= kMinHeads && kQueryTerms<A> == 1;
+    static constexpr bool kUseDots = Heads >= 2 && kQueryTerms<A> == 1;
 
     template <int Heads, class A>
     static float remaining_scale(float scale) {
@@ -112,7 +111,7 @@ struct DotScores : FmaScores<BFloat16> {
 
 #ifndef __AMX_BF16__
 template <>
-struct Scores<BFloat16> : DotScores<2> {};
+struct Scores<BFloat16> : DotScores {};
 
 // add_value_pairs, as a function of its own.
 template <class Shape, int Pairs, bool Partial>

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import random
 import statistics
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import Placement, Request, SamplingParams
 from swiftapex.cost_model import CostModel
@@ -64,7 +66,7 @@ REGIMES = {
 }
 
 
-def costs() -> CostModel:
+def costs() -> MeasuredCostModel:
     """Tables of closed forms, at the points that a profiler measures."""
     rates = default_rates("cuda", 14, sm_count=8)
     base = AnalyticCostModel(named_architecture("llama2-7b"), rates, "float16")
@@ -95,13 +97,18 @@ def costs() -> CostModel:
         layerwise=Line(points.cpu_requests, (25.0,) * len(points.cpu_requests)),
         copy=Line(points.copy_blocks, tuple(map(base.copy_us, points.copy_blocks))),
     )
-    return CorrectedCostModel(MeasuredCostModel(tables))
+    return MeasuredCostModel(tables)
 
 
-def measured_costs(path: Path) -> CostModel:
-    """The tables of a profile."""
-    tables = Tables.from_dict(json.loads(path.read_text())["tables"])
-    return CorrectedCostModel(MeasuredCostModel(tables))
+@functools.cache
+def measured_costs(path: Path) -> MeasuredCostModel:
+    """By the tables of a profile. ConfigError where the file holds none."""
+    try:
+        return MeasuredCostModel(Tables.from_dict(json.loads(path.read_text())["tables"]))
+    except OSError as error:
+        raise ConfigError(f"--profile {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--profile {path}: it holds no measured tables ({error!r})") from error
 
 
 class Bench:
@@ -231,7 +238,7 @@ def main() -> None:
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
     parser.add_argument("--profile", type=Path, help="a JSON file with measured tables")
     args = parser.parse_args()
-    cost = measured_costs(args.profile) if args.profile else costs()
+    cost = CorrectedCostModel(measured_costs(args.profile) if args.profile else costs())
     for regime in args.regimes:
         for policy in args.policies:
             found = measure(policy, regime, args.live, args.waiting, args.steps, cost)

@@ -40,11 +40,10 @@ from typing import Any
 
 from bench_hybrid import KINDS, Lengths, Run, Workload, at_least, parsed, whole, window
 from bench_regimes import OUTPUTS, REGIMES, STRATEGIES, Cell, Regime
+from bench_scheduler import measured_costs
 
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig
 from swiftapex.core.errors import ConfigError, SwiftapexError
-from swiftapex.costs.measured import MeasuredCostModel
-from swiftapex.costs.tables import Tables
 from swiftapex.kv.sizing import kv_sizes
 from swiftapex.model.config import named_architecture
 from swiftapex.pipelines import PIPELINES
@@ -58,16 +57,6 @@ DTYPE = "bfloat16"
 def profile_of(regime: Regime) -> Path:
     """The profiles that are stored are of 8 multiprocessors and of a whole GPU of 132."""
     return PROFILES / f"profile_{regime.model}{'' if regime.sms else '_132'}.json"
-
-
-def read_costs(path: Path) -> MeasuredCostModel:
-    """The tables of a profile. ConfigError where the file holds none."""
-    try:
-        return MeasuredCostModel(Tables.from_dict(json.loads(path.read_text())["tables"]))
-    except OSError as error:
-        raise ConfigError(f"--profile {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--profile {path}: it holds no measured tables ({error!r})") from error
 
 
 def check(args: argparse.Namespace) -> None:
@@ -87,7 +76,7 @@ def check(args: argparse.Namespace) -> None:
                 f"more than --max-len {args.max_len}"
             )
     if args.profile is not None:
-        read_costs(args.profile)
+        measured_costs(args.profile)
 
 
 def make_engine(regime: Regime, strategy: str, args: argparse.Namespace) -> SimulatedEngine:
@@ -103,7 +92,7 @@ def make_engine(regime: Regime, strategy: str, args: argparse.Namespace) -> Simu
     )
     uses_cpu = make_policy(policy, policy_args).uses_cpu
     sizes = kv_sizes(named_architecture(regime.model), DTYPE, config, args.max_len, uses_cpu)
-    cost = read_costs(args.profile or profile_of(regime))
+    cost = measured_costs(args.profile or profile_of(regime))
     return SimulatedEngine(
         policy,
         policy_args,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from swiftapex.core.errors import RequestError
-from swiftapex.core.request import SamplingParams
+from swiftapex.core.request import SIDES, Request, SamplingParams
 from swiftapex.scheduler.state import SchedulerState
 
 
@@ -39,6 +39,21 @@ def check_progress(
             f"{prompt_len} prompt tokens and {sampling.max_tokens} output tokens of a request in "
             f"progress exceed max_model_len {max_model_len}"
         )
+
+
+def start_in_progress(
+    request: Request, state: SchedulerState, num_generated: int, token_id: int
+) -> None:
+    """Starts a request that waits as if it had generated `num_generated` tokens, each of them
+    `token_id`: on the GPU while it fits there, else on the CPU. RequestError where neither has
+    room, or where others wait before it."""
+    request.output_ids.extend([token_id] * num_generated)
+    request.num_computed = request.num_tokens - 1
+    for side in SIDES if state.queue.num_waiting == 1 else ():
+        if state.can_start(request, side):
+            state.start(request, side)
+            return
+    raise RequestError(f"no KV blocks are left for a request of {request.num_tokens} tokens")
 
 
 def fit_sampling(

@@ -14,15 +14,20 @@ from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import CpuWork, StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
-from swiftapex.core.request import CPU, SIDES, FinishReason, Request, RequestState, SamplingParams
+from swiftapex.core.request import FinishReason, Request, RequestState, SamplingParams
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.cost_model import CostModel
 from swiftapex.costs.correction import CorrectedCostModel
-from swiftapex.engine.admission import check_progress, check_prompt, fit_sampling
+from swiftapex.engine.admission import (
+    check_progress,
+    check_prompt,
+    fit_sampling,
+    start_in_progress,
+)
 from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.costs import ProfiledEngine
 from swiftapex.engine.gpu_bound import GpuBound
-from swiftapex.engine.stats import EngineStats, count, record_launch
+from swiftapex.engine.stats import EngineStats, book_progress, count, record_launch
 from swiftapex.engine.text import TextStream
 from swiftapex.engine.watch import Watch
 from swiftapex.executor import ExecutorFactory, make_executor
@@ -179,16 +184,12 @@ class Engine:
                 self._executor.touch_kv()
                 self._touched = True
             request = self.add(prompt, sampling)
-            request.output_ids.extend([self._blocks.block_size] * num_generated)
-            request.num_computed = request.num_tokens - 1
-            for side in SIDES if self._queue.num_waiting == 1 else ():
-                if self._state.can_start(request, side):
-                    self._state.start(request, side)
-                    return request
-            self._end(request, FinishReason.ABORT)
-            raise RequestError(
-                f"no KV blocks are left for a request of {request.num_tokens} tokens"
-            )
+            try:
+                start_in_progress(request, self._state, num_generated, self._blocks.block_size)
+            except RequestError:
+                self._end(request, FinishReason.ABORT)
+                raise
+            return request
 
     def encode(self, prompt: str | Sequence[int], chat: bool = False) -> Sequence[int]:
         """Token ids of a text (ids are returned as they are)."""
@@ -401,20 +402,12 @@ class Engine:
     def _book(self, plan: StepPlan, result: StepResult) -> None:
         """Books what is certain once an iteration is launched: what it computes and moves, which
         requests complete a token, and which of those reach their length with it."""
-        live = self._live
-        completing = [live[i] for i in result.completing if i in live]
-        for request in completing:  # decodes compute the token before the one that they complete
-            request.num_computed += 1
-        self._cpu_decoded_tokens += len([r for r in completing if r.placement is CPU])
-        for batch in plan.sub_batches:
-            for row in batch.rows:
-                if row.token_ids is not None:
-                    live[row.request_id].num_computed += len(row.token_ids) - row.completes
+        completing, on_cpu = book_progress(self._live, plan, result.completing)
+        self._cpu_decoded_tokens += on_cpu
         self._state.settle(plan, result.in_flight)
         for request in completing:
             request.num_pending += 1
-            generated = len(request.output_ids) + request.num_pending
-            if generated >= request.sampling.max_tokens:
+            if request.num_generated >= request.sampling.max_tokens:
                 self._state.finish(request)
 
     def _collect(self) -> list[Request]:

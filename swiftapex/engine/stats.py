@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import IterationRecord
-from swiftapex.core.request import CPU, GPU
+from swiftapex.core.request import CPU, GPU, Request
 from swiftapex.cost_model import Load
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.scheduler.queue import RequestQueue
@@ -35,20 +36,34 @@ class EngineStats:
 def count(
     queue: RequestQueue, state: SchedulerState, blocks: BlockManager, cpu_decoded_tokens: int
 ) -> EngineStats:
-    gpu, cpu = GPU, CPU
     return EngineStats(
-        gpu_blocks_free=blocks.num_free(gpu),
-        gpu_blocks_total=blocks.num_total(gpu),
-        cpu_blocks_free=blocks.num_free(cpu),
-        cpu_blocks_total=blocks.num_total(cpu),
+        gpu_blocks_free=blocks.num_free(GPU),
+        gpu_blocks_total=blocks.num_total(GPU),
+        cpu_blocks_free=blocks.num_free(CPU),
+        cpu_blocks_total=blocks.num_total(CPU),
         waiting=queue.num_waiting,
-        running_gpu=state.running_on(gpu),
-        running_cpu=state.running_on(cpu),
+        running_gpu=state.running_on(GPU),
+        running_cpu=state.running_on(CPU),
         parked=state.num_in_flight,
         preemptions=state.num_preemptions,
         moves=state.num_moves,
         cpu_decoded_tokens=cpu_decoded_tokens,
     )
+
+
+def book_progress(
+    live: Mapping[int, Request], plan: StepPlan, completing: Iterable[int]
+) -> tuple[list[Request], int]:
+    """Books the tokens that a launched iteration computes. Returns the `live` requests that
+    complete a token in it, and how many of them decode on the CPU."""
+    requests = [live[i] for i in completing if i in live]
+    for request in requests:  # decodes compute the token before the one that they complete
+        request.num_computed += 1
+    for batch in plan.sub_batches:
+        for row in batch.rows:
+            if row.token_ids is not None:
+                live[row.request_id].num_computed += len(row.token_ids) - row.completes
+    return requests, len([request for request in requests if request.placement is CPU])
 
 
 def record_launch(

@@ -110,12 +110,13 @@ class Apex(Policy):
         found = candidates(state, cost_model, first, split, rows)
         sides = against_gpu_only(found, EQUATION_5, ASYMMETRIC)
         wins = split_wins(state, cost_model, first, split) if self.analytic_model else True
+        ratio = self.min_cpu_gpu_ratio if self.analytic_model else 0
         strategy = select_strategy(
             num_gpu=num_gpu,
             num_cpu=num_cpu,
             gpu_rows=first.num_rows,
             overdue=overdue,
-            min_ratio=self.min_cpu_gpu_ratio if self.analytic_model else 0,
+            min_ratio=ratio,
             scheduled=split.count,
             asymmetric_wins=wins,
             overlap=self.overlap,
@@ -124,9 +125,8 @@ class Apex(Policy):
             chunk = found[OVERLAP].chunk if OVERLAP in found else None
             return overlap_plan(state, cost_model, first, rows, OVERLAP, times(found), sides, chunk)
         if strategy is Strategy.GPU_ONLY:
-            few = 0 < num_cpu < self.min_cpu_gpu_ratio * num_gpu
-            if few and not overdue and self.analytic_model:  # which decided it
-                sides = Inequality(_RATIO, num_cpu / num_gpu, self.min_cpu_gpu_ratio)
+            if 0 < num_cpu < ratio * num_gpu and not overdue:  # which decided it
+                sides = Inequality(_RATIO, num_cpu / num_gpu, ratio)
             alone = one_batch_us(state, cost_model, first.load)
             return state.step_plan(GPU_ONLY, [first], (), alone, times(found), sides)
         split = trim_swap_out(state, cost_model, first, split)

@@ -153,9 +153,9 @@ class ModelBased(Policy):
             return state.limits.max_tokens_in_batch
         share = on_cpu / max(1, found.on_cpu)
         chunk = found.chunk * max(_DRAINING, 2 - share)
-        queue = state.queue
-        if queue.num_waiting and not state.can_start(queue.first_waiting, Placement.GPU):
-            missing = max(0, self._gpu_decodes - state.running_on(Placement.GPU))
+        queue, missing = state.queue, self._gpu_decodes - state.running_on(Placement.GPU)
+        waits = missing > 0 and queue.num_waiting
+        if waits and not state.can_start(queue.first_waiting, Placement.GPU):
             chunk -= min(1.0, share) * missing * queue.prompt_share()
         return max(_LEAST_CHUNK, int(chunk))
 

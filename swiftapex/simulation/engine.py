@@ -9,10 +9,10 @@ from typing import Any
 from swiftapex.core.errors import EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
 from swiftapex.core.records import BusyTimes, IterationRecord
-from swiftapex.core.request import SIDES, FinishReason, Placement, Request, SamplingParams
+from swiftapex.core.request import CPU, FinishReason, Request, SamplingParams
 from swiftapex.cost_model import CostModel
-from swiftapex.engine.admission import check_progress, fit_sampling
-from swiftapex.engine.stats import EngineStats, count, record_launch
+from swiftapex.engine.admission import check_progress, fit_sampling, start_in_progress
+from swiftapex.engine.stats import EngineStats, book_progress, count, record_launch
 from swiftapex.engine.watch import Watch
 from swiftapex.kv.block_manager import BlockManager
 from swiftapex.kv.sizing import KVSizes
@@ -82,27 +82,27 @@ class SimulatedEngine:
         num_generated = num_generated or 1
         check_progress(num_generated, sampling, len(prompt), self._max_model_len)
         request = self.add(prompt, sampling)
-        request.output_ids.extend([0] * num_generated)
-        request.num_computed = request.num_tokens - 1
-        for side in SIDES if self._queue.num_waiting == 1 else ():
-            if self._state.can_start(request, side):
-                self._state.start(request, side)
-                return request
-        self._end(request, FinishReason.ABORT)
-        raise RequestError(f"no KV blocks are left for a request of {request.num_tokens} tokens")
+        try:
+            start_in_progress(request, self._state, num_generated, token_id=0)
+        except RequestError:
+            self._end(request, FinishReason.ABORT)
+            raise
+        return request
 
     def step(self) -> StepPlan:
         """One iteration. EngineError where nothing runs though requests are there, or where many
         iterations in a row bring nothing."""
         state, start_s = self._state, self._now_s
-        preempted, cpu_tokens = state.num_preemptions, self._cpu_decoded_tokens
+        preempted = state.num_preemptions
         was_in_flight = state.anything_in_flight
         plan = self._policy.plan(state, self._cost)
         preempted = state.num_preemptions - preempted
         if plan.is_empty and not (was_in_flight or preempted):
             raise EngineError(f"requests are there, and nothing runs: {self.stats()}")
         outcome = self._machine.execute(plan)
-        self._book(plan, outcome)
+        _, on_cpu = book_progress(self._live, plan, outcome.completing)
+        self._cpu_decoded_tokens += on_cpu
+        state.settle(plan, outcome.in_flight)
         self._now_s += 1e-6 * outcome.us
         self._cpu_busy_s += outcome.cpu_work.busy_s
         for request_id in outcome.completing:
@@ -111,8 +111,7 @@ class SimulatedEngine:
             if len(request.output_ids) >= request.sampling.max_tokens:
                 self._end(request, FinishReason.LENGTH)
         result = StepResult(tuple(outcome.completing), outcome.in_flight)
-        cpu_decodes = self._cpu_decoded_tokens - cpu_tokens
-        self._record(plan, outcome, result, start_s, preempted, cpu_decodes)
+        self._record(plan, outcome, result, start_s, preempted, on_cpu)
         still = self._watch.standstill(plan, result, self.has_work)
         if still is not None:
             raise EngineError(still)
@@ -123,17 +122,6 @@ class SimulatedEngine:
 
     def busy(self) -> BusyTimes:
         return BusyTimes(None, self._cpu_busy_s)
-
-    def _book(self, plan: StepPlan, outcome: Outcome) -> None:
-        prefilled = set()
-        for row in (r for b in plan.sub_batches for r in b.rows if not r.is_decode):
-            self._live[row.request_id].num_computed += row.num_tokens
-            prefilled.add(row.request_id)
-        for request in map(self._live.__getitem__, outcome.completing):
-            if request.request_id not in prefilled:
-                request.num_computed += 1
-                self._cpu_decoded_tokens += request.placement is Placement.CPU
-        self._state.settle(plan, outcome.in_flight)
 
     def _record(
         self,
@@ -155,7 +143,7 @@ class SimulatedEngine:
             preemptions=preempted,
         )
         self._num_iterations += 1
-        self.most_on_cpu = max(self.most_on_cpu, self._state.running_on(Placement.CPU))
+        self.most_on_cpu = max(self.most_on_cpu, self._state.running_on(CPU))
         cpu_us = 1e6 * outcome.cpu_work.busy_s
         self.iterations.append(replace(record, duration_us=outcome.us, cpu_attention_us=cpu_us))
 
