@@ -67,6 +67,7 @@ class BoundBatch:
     completing: tuple[int, ...]  # requests whose token the pass completes
     token_indices: tuple[int, ...]  # of those tokens in their requests' outputs: 0 is the first
     last_rows: Tensor  # [completing] int64: where in the batch their last positions lie
+    token_slots: Tensor  # [completing] int64: where their tokens lie in the request table
     slots: Tensor | None = None  # [tokens] int64, where the GPU side `rotates`; -1: not in its KV
 
     @property
@@ -95,6 +96,7 @@ class BoundBatch:
             completing=tuple(self.completing[i] for i in rows),
             token_indices=tuple(self.token_indices[i] for i in rows),
             last_rows=torch.arange(len(rows), device=device),
+            token_slots=self.token_slots[index],
         )
 
 
@@ -151,4 +153,9 @@ class _Parts:
         outputs, self._outputs = self._outputs, None
         if self._on_cpu is not None:
             outputs.append(self._on_cpu.wait())
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined(outputs)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows behind each other; nothing is copied where there is one tensor."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -50,7 +50,7 @@ def batch(*completing: int) -> BoundBatch:
     last = torch.tensor([2] * len(completing), dtype=torch.int64)
     none = torch.zeros(3, 0)
     tokens, indices = torch.zeros(3, dtype=torch.int64), (0,) * len(completing)
-    return BoundBatch((0,), tokens, none, None, None, None, completing, indices, last)
+    return BoundBatch((0,), tokens, none, None, None, None, completing, indices, last, last * 0)
 
 
 def completed(device: Late, *batches: BoundBatch) -> tuple[Completion, StepResult]:
@@ -91,3 +91,33 @@ def test_where_nothing_ran_nothing_is_waited_for() -> None:
     device = Late()
     _, result = completed(device)
     assert result.fetch().by_request == {} and device.waits == 0
+
+
+def decodes(table: RequestTable, *request_ids: int) -> BoundBatch:
+    """One token of each request."""
+    n = len(request_ids)
+    rows, tokens = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    slots = torch.tensor([table[request_id].slot for request_id in request_ids])
+    none = torch.zeros(n, 0)
+    return BoundBatch(
+        request_ids, tokens, none, None, None, None, request_ids, (1,) * n, rows, slots
+    )
+
+
+def test_tokens_of_several_batches_go_to_their_requests_and_one_that_is_none_fails_alone() -> None:
+    table = RequestTable(max_blocks=1)
+    admitted = tuple(Admission(i, 3, SamplingParams(), 0) for i in range(4))
+    table.apply(StepPlan("sequential", (), admitted=admitted))
+    head, device = torch.eye(HIDDEN, VOCAB), cast(Backend, Late())
+    completion = Completion(lambda x: x @ head, ReferenceOps().argmax, table, device)
+    first, second = torch.eye(3, HIDDEN), torch.eye(HIDDEN)[2:].clone()
+    second[0, 0] = float("nan")
+    table.last_tokens.fill_(5)
+    result = completion.complete(
+        [(batch(0), first), (decodes(table, 3, 1), second), (decodes(table, 2), first[1:2])]
+    )
+    tokens = result.fetch()
+    assert result.completing == (0, 3, 1, 2)
+    assert tokens.by_request == {0: 2, 1: 3, 2: 1} and set(tokens.failures) == {3}
+    last = {i: int(table.last_tokens[table[i].slot]) for i in range(4)}
+    assert last == {0: 2, 1: 3, 2: 1, 3: 0}, "a token that is none has to be one all the same"

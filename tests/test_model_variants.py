@@ -79,6 +79,18 @@ def test_rope_type(name: str, prompt_len: int) -> None:
     assert_same(path, prompt_len)
 
 
+@pytest.mark.parametrize("name", sorted(ROPES))
+def test_kept_rotations_are_those_computed_anew(name: str) -> None:
+    rope = Forward(checkpoint(rope_parameters=ROPES[name])).stages.rope
+    positions = torch.tensor([0, 5, 63, 64, 199, 5])
+    anew = rope.rotation(positions)
+    rope.keep(200)
+    torch.testing.assert_close(rope.rotation(positions), anew, rtol=0, atol=1e-6)
+    if not rope.needs_lengths:
+        with pytest.raises(IndexError):
+            rope.rotation(torch.tensor([200]))
+
+
 def test_dynamic_rope_decodes_across_the_original_length() -> None:
     path = checkpoint(rope_parameters=ROPES["dynamic"], max_position_embeddings=64)
     assert_same(path, prompt_len=60, decodes=12)

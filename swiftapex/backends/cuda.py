@@ -191,7 +191,7 @@ class CudaBackend:
         if batch.slots is not None:
             _rope_append(kv, batch.slots, qkv, None, shape)
         width = shape.num_q_heads * shape.head_dim
-        out = torch.empty(len(qkv), width, dtype=qkv.dtype, device=self.device)
+        out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=self.device)
         if batch.num_decodes:
             self._attend_decodes(kv, batch, shape, qkv, out)
         begin = batch.num_decodes
@@ -209,7 +209,7 @@ class CudaBackend:
         n = batch.num_decodes
         sizes = (n, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
         needed = kernels.decode_attention_workspace(*sizes, self.num_sms)
-        if needed > len(self._workspaces[-1]):
+        if needed > self._workspaces[-1].shape[0]:
             self._workspaces.append(torch.zeros(2 * needed, dtype=torch.uint8, device=self.device))
         plan, is_planned = batch.kept.get(_PLAN), True
         if plan is None:
@@ -269,7 +269,7 @@ def _rope_append(
         0 if rotation is None else rotation.data_ptr(),
         0 if kv is None or slots is None else slots.data_ptr(),
         0 if kv is None or slots is None else kv.data_ptr(),
-        len(qkv),
+        qkv.shape[0],
         shape.num_q_heads,
         shape.num_kv_heads,
         shape.head_dim,

@@ -168,6 +168,7 @@ class CudaGraphs:
             completing=(),
             token_indices=(),
             last_rows=token_ids[:0],
+            token_slots=token_ids[:0],
             slots=token_ids.new_full((rows,), -1) if num_gpu else None,
         )
 

@@ -60,7 +60,7 @@ class Slot:
         kernels.gather_rows(
             qkv.data_ptr(),
             self.qkv.data_ptr(),
-            len(qkv),
+            qkv.shape[0],
             row_bytes,
             qkv.stride(0) * qkv.element_size(),
             row_bytes,

@@ -156,7 +156,8 @@ class CudaCpuLane:
 
     @staticmethod
     def _key(slot: Slot) -> tuple[int, int, int, torch.dtype]:
-        return (len(slot.qkv), slot.qkv[0].numel(), slot.out.shape[1], slot.out.dtype)
+        capacity, heads, dim = slot.qkv.shape
+        return (capacity, heads * dim, slot.out.shape[1], slot.out.dtype)
 
 
 class CudaCopyTicket:

@@ -121,7 +121,7 @@ class _SegmentStages(Stages):
 
     def post_attn(self, layer: int, o: Tensor, x: Tensor) -> Tensor:
         self._ahead = None
-        n = len(x)
+        n = x.shape[0]  # `len` of a tensor takes a detour through Python
         if n > _MAX_ROWS:
             return self._plain.post_attn(layer, o, x)
         rows = padded_rows(n)

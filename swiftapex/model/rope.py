@@ -36,11 +36,22 @@ class Rope:
         self.exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         self.inverse_frequencies = _inverse_frequencies(config, self.exponents).to(device)
         self.exponents = self.exponents.to(device)
+        self._table: Tensor | None = None  # [positions, head_dim]
+
+    def keep(self, num_positions: int) -> None:
+        """Computes the rotations of positions below `num_positions` once and for all, which is one
+        read in place of five calls in every pass; dynamic ones differ from request to request.
+        Rotations of later positions are then an error."""
+        if not self.needs_lengths:
+            positions = torch.arange(num_positions, device=self.inverse_frequencies.device)
+            self._table = self.rotation(positions)
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Tensor:
         """positions [n] integers -> [n, head_dim] float32: cos in the first half of each row, sin
         in the second. rope_lengths [n] integers (see `rope_length`); only dynamic reads them, and
         None there means that no sequence exceeds the original length."""
+        if self._table is not None:
+            return self._table[positions]
         frequencies = self.inverse_frequencies
         if self.needs_lengths and rope_lengths is not None:
             frequencies = self._dynamic(rope_lengths)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from swiftapex.attention import BoundBatch, Ticket
+from swiftapex.attention import BoundBatch, Ticket, joined
 from swiftapex.core.plan import SubBatch
 from swiftapex.pipelines.base import PipelineParts
 
@@ -38,7 +37,7 @@ class Walk:
         self._riders = [parts.bind(cohort) for cohort in new_cohorts]
         self._ticket: Ticket | None = None
         batches = self._batches()
-        self._x = self._stages.embed(_cat([b.token_ids for b in batches])) if batches else None
+        self._x = self._stages.embed(joined([b.token_ids for b in batches])) if batches else None
 
     @property
     def is_empty(self) -> bool:
@@ -79,7 +78,7 @@ class Walk:
             qkv = self._stages.pre_attn(layer, self._x, main.rotation)
             self._ticket = self._attention.submit(layer, main, qkv)
             return
-        rotation = _cat([batch.rotation for batch in self._batches()])
+        rotation = joined([batch.rotation for batch in self._batches()])
         qkv = self._stages.pre_attn(layer, self._x, rotation)
         mine = slice(0, main.num_tokens if main is not None else 0)
         begin = mine.stop
@@ -107,7 +106,7 @@ class Walk:
                 outputs.append(o)
                 residuals.append(cohort.residual)
         if outputs:
-            self._x = self._stages.post_attn(layer, _cat(outputs), _cat(residuals))
+            self._x = self._stages.post_attn(layer, joined(outputs), joined(residuals))
         if self._with_riders:
             self._parked.layer_launched()
 
@@ -123,7 +122,3 @@ class Walk:
 
     def _batches(self) -> list[BoundBatch]:
         return ([self._main] if self._main is not None else []) + self._riders
-
-
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

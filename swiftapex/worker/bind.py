@@ -62,6 +62,7 @@ class Binder:
         tokens = _Tokens(rows, entries, lens, parcel)
         completing = [i for i, row in enumerate(rows) if row.completes]
         last_rows = parcel.add(ends[completing] - 1)
+        token_slots = parcel.add(np.array([entries[i].slot for i in completing], dtype=np.int64))
         gpu = self._calls(rows[: bounds[2]], entries[: bounds[2]])
         staged, copies = self._staged_calls(rows[bounds[2] : bounds[3]], entries[bounds[2] :])
         cpu = self._calls(rows[bounds[3] :], entries[bounds[3] :])
@@ -89,6 +90,7 @@ class Binder:
                 rows[i].start + rows[i].num_tokens - entries[i].prompt_len for i in completing
             ),
             last_rows=parcel[last_rows],
+            token_slots=parcel[token_slots],
             slots=None if sent_slots is None else parcel[sent_slots],
         )
 

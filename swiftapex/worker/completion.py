@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from swiftapex.attention import BoundBatch
+from swiftapex.attention import BoundBatch, joined
 from swiftapex.core.ops import Backend, Download
 from swiftapex.core.plan import StepResult, Tokens
 from swiftapex.model.sampling import Argmax, sample
 from swiftapex.worker.request_table import RequestTable
 
+_INVALID = -1  # in the place of a token
 _NOT_FINITE = "the model's logits are not finite: numbers overflowed in this dtype"
 
 
@@ -44,23 +44,22 @@ class Completion:
 
     def complete(self, results: Sequence[tuple[BoundBatch, Tensor]]) -> StepResult:
         """Samples one token per completing row, from x [tokens, hidden] after the last layer."""
-        pairs = [(batch, x[batch.last_rows]) for batch, x in results if batch.completing]
+        pairs = [(batch, x) for batch, x in results if batch.completing]
         if not pairs:
             return self._without_tokens() if results else StepResult()
         request_ids = [r for batch, _ in pairs for r in batch.completing]
         indices = [i for batch, _ in pairs for i in batch.token_indices]
-        logits = self._logits(torch.cat([x for _, x in pairs]))
+        logits = self._logits(joined([_last_rows(batch, x) for batch, x in pairs]))
         params = [self._table[request_id].sampling for request_id in request_ids]
         sampled = sample(logits, params, indices, self._argmax)
-        (slots,) = self._backend.upload([self._table.slots(request_ids)])
+        slots = joined([batch.token_slots for batch, _ in pairs])
         self._table.last_tokens[slots] = sampled.token_ids
-        both = torch.stack((sampled.token_ids, sampled.invalid.long()))
-        arrival = self._newest = _Arrival(self._backend.download(both))
+        sent = sampled.token_ids.masked_fill(sampled.invalid, _INVALID)
+        arrival = self._newest = _Arrival(self._backend.download(sent))
 
         def fetch() -> Tokens:
-            ids, invalid = arrival.tokens.wait().tolist()
-            bad = [r for r, is_bad in zip(request_ids, invalid, strict=True) if is_bad]
-            tokens = dict(zip(request_ids, ids, strict=True))
+            tokens = dict(zip(request_ids, arrival.tokens.wait().tolist(), strict=True))
+            bad = [request_id for request_id, token in tokens.items() if token == _INVALID]
             for request_id in bad:
                 del tokens[request_id]
             return Tokens(tokens, dict.fromkeys(bad, _NOT_FINITE), arrival.seen_s)
@@ -85,3 +84,8 @@ class Completion:
         arrival = self._newest
         if arrival is not None and arrival.seen_s is None and arrival.tokens.is_here():
             arrival.seen_s = time.perf_counter()
+
+
+def _last_rows(batch: BoundBatch, x: Tensor) -> Tensor:
+    """Of x [tokens, hidden]: all of them where each token is a request's last one."""
+    return x if len(batch.completing) == batch.num_tokens else x[batch.last_rows]

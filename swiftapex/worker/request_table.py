@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from swiftapex.core.plan import Admission, StepPlan
 from swiftapex.core.request import SamplingParams
@@ -52,9 +50,6 @@ class RequestTable:
             self._append_blocks(move.request_id, move.target_blocks)
         for request_id, blocks in plan.new_blocks.items():
             self._append_blocks(request_id, blocks)
-
-    def slots(self, request_ids: Sequence[int]) -> NDArray[np.int64]:
-        return np.array([self._entries[r].slot for r in request_ids], dtype=np.int64)
 
     def _admit(self, admission: Admission) -> None:
         if not self._free:

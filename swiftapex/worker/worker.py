@@ -60,6 +60,7 @@ class Worker:
         membership: Membership | None = None,
     ) -> None:
         shard = WHOLE if membership is None else membership.shard
+        group = None if membership is None else membership.group
         config, dtype = shard.config(source.shape), as_torch_dtype(source.dtype)
         self._num_layers = config.num_layers
         shape = attention_shape(config, engine)
@@ -68,6 +69,8 @@ class Worker:
         try:
             with self._backends.active():
                 weights = source.load(dtype, gpu.device, gpu.allocate_weight, shard)
+                self._stages = Stages(config, weights, gpu.ops, not gpu.rotates, group)
+                self._stages.rope.keep(max_model_len)
                 self._store = KVStore(shape, config.num_layers)
                 self._allocate_gpu_kv(sizes, dtype)
                 if sizes.cpu_blocks:
@@ -76,8 +79,6 @@ class Worker:
         except BaseException:
             self._backends.close()
             raise
-        group = None if membership is None else membership.group
-        self._stages = Stages(config, weights, gpu.ops, not gpu.rotates, group)
         max_blocks = -(-max_model_len // engine.block_size)
         self._table = RequestTable(max_blocks, weights.device)
         self._staged: list[StagedPrefill] = []
