@@ -19,6 +19,8 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
+from arguments import at_least
+
 
 class Ready:
     """A ticket whose result is there."""
@@ -80,10 +82,10 @@ def main() -> int:
     from swiftapex.executor.ray_executor import ControlTraffic
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--ranks", type=at_least(1, int), default=2)
+    parser.add_argument("--requests", type=at_least(1, int), nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--policy", default="gpu_only")
-    parser.add_argument("--tokens", type=int, default=48, help="of each request")
+    parser.add_argument("--tokens", type=at_least(1, int), default=48, help="of each request")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
     config = EngineConfig(

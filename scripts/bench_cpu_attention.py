@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from arguments import at_least
 from torch import Tensor
 
 from swiftapex import _kernels_cpu as kernels
@@ -332,15 +333,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a minute: batch 16 of 1,024 tokens")
     parser.add_argument("--heads", nargs="+", default=["32:32", "32:8", "32:4"], metavar="Q:KV")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: all; quick: 16 bits")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64, 128])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024, 4096, 16384])
-    parser.add_argument("--threads", nargs="+", type=int, default=[cpu_threads("auto").count])
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--batches", nargs="+", type=at_least(1, int), default=[1, 4, 16, 64, 128])
+    parser.add_argument(
+        "--contexts", nargs="+", type=at_least(1, int), default=[256, 1024, 4096, 16384]
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=at_least(1, int), default=[cpu_threads("auto").count]
+    )
+    parser.add_argument("--head-dim", type=at_least(1, int), default=128)
+    parser.add_argument("--block-size", type=at_least(1, int), default=32)
     parser.add_argument("--kernel", default="tuned", choices=KERNELS)
     parser.add_argument("--isa", default="", choices=["", *kernels.available_isas()])
-    parser.add_argument("--memory-mib", type=int, default=24576, help="limit of the KV pool")
-    parser.add_argument("--seconds", type=float, help="per setting; default 0.6, quick 1.2")
+    parser.add_argument(
+        "--memory-mib", type=at_least(1, int), default=24576, help="limit of the KV pool"
+    )
+    parser.add_argument(
+        "--seconds", type=at_least(1e-3, float), help="per setting; default 0.6, quick 1.2"
+    )
     parser.add_argument("--torch", action="store_true", help="also time torch's SDPA")
     parser.add_argument("--plot", type=Path, help="write a figure here")
     args = parser.parse_args()

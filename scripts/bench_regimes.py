@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
 from bench_hybrid import make_engine, measure
 
 GPU_ONLY, MODEL_BASED, OTHERS = "gpu_only", "model_based", ("neo", "apex")
@@ -299,26 +300,34 @@ def read_lines(path: Path | None) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
-    parser.add_argument("--outputs", nargs="+", type=int, default=list(OUTPUTS))
+    parser.add_argument("--outputs", nargs="+", type=at_least(1, int), default=list(OUTPUTS))
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-    parser.add_argument("--repeats", type=int, default=2, help="of GPU-only and model_based")
-    parser.add_argument("--repeats-of-others", type=int, default=1, help="of neo and apex")
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--stretch", type=float, default=1.0, help="as for bench_hybrid.py")
-    parser.add_argument("--warmup", type=float, default=1.5)
+    parser.add_argument(
+        "--repeats", type=at_least(1, int), default=2, help="of GPU-only and model_based"
+    )
+    parser.add_argument(
+        "--repeats-of-others", type=at_least(1, int), default=1, help="of neo and apex"
+    )
+    parser.add_argument("--seconds", type=at_least(1e-3, float), default=4.0)
+    parser.add_argument(
+        "--stretch", type=at_least(1, float), default=1.0, help="as for bench_hybrid.py"
+    )
+    parser.add_argument("--warmup", type=at_least(0, float), default=1.5)
     parser.add_argument("--lines", type=Path, help="a file that keeps them")
     parser.add_argument("--profile", default="auto", help="of the engine that uses the CPU")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", help="instead of the regimes' models")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--cpu-gib", type=float, default=74)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-len", type=int, default=2048)
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--requests", type=int, default=1000, help="in progress, at most")
+    parser.add_argument("--layers", type=at_least(1, int))
+    parser.add_argument("--cpu-gib", type=at_least(0, float), default=74)
+    parser.add_argument("--threads", type=at_least(1, int))
+    parser.add_argument("--block-size", type=at_least(1, int), default=16)
+    parser.add_argument("--max-len", type=at_least(2, int), default=2048)
+    parser.add_argument("--max-batch", type=at_least(1, int), default=256)
+    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048)
+    parser.add_argument(
+        "--requests", type=at_least(1, int), default=1000, help="in progress, at most"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.tp = 1

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
+
 from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import Placement, Request, SamplingParams
@@ -231,9 +233,9 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--live", type=int, default=1000)
-    parser.add_argument("--waiting", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--live", type=at_least(1, int), default=1000)
+    parser.add_argument("--waiting", type=at_least(0, int), default=100)
+    parser.add_argument("--steps", type=at_least(1, int), default=200)
     parser.add_argument("--policies", nargs="+", default=["gpu_only", "neo", "apex", "model_based"])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
     parser.add_argument("--profile", type=Path, help="a JSON file with measured tables")

@@ -25,6 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 Cell = tuple[str, str, str, dict[str, Any], range, bool, str, str]
@@ -91,7 +93,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=[*MODELS, *MORE_HEADS])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES)
-    parser.add_argument("--schedules", type=int, help="per cell; default 200, 20 for smollm2")
+    parser.add_argument(
+        "--schedules", type=at_least(1, int), help="per cell; default 200, 20 for smollm2"
+    )
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--native", action="store_true", help="the real lanes, not late ones")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: --native")
@@ -99,7 +103,7 @@ def main() -> int:
     parser.add_argument("--pipeline", help="a pipeline of your own, as package.module:Class")
     parser.add_argument("--shape", default="one", choices=["one", "two", "halves", "cohorts"])
     parser.add_argument("--tp", type=int, default=1, choices=[1, *TP_MODELS], help="Ray actors")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=at_least(1, int), default=2)
     args = parser.parse_args()
     args.models = args.models or list(MODELS if args.tp == 1 else TP_MODELS[args.tp])
     failed = tokens = forgiven = 0

