@@ -188,17 +188,18 @@ class SchedulerState(SchedulerView):
         """Books what an executed plan has ended: moves, cohorts, prefills through the staging area.
         The tokens that were computed (`num_computed`, of decodes too) are booked before, those that
         were sampled after it."""
-        self.cohorts.settle(in_flight)
-        running = self.queue.running_request
+        before, running = self._in_flight, self.queue.running_request
+        returned = before - in_flight
+        self.cohorts.settle(in_flight, returned)
         for move in plan.moves:
             self.blocks.finish_move(move.request_id)
             if (request := running(move.request_id)) is not None:
                 request.moving = False
         served = []  # CPU decodes
         for batch in plan.sub_batches + plan.new_cohorts:
-            for row in batch.rows:
+            for row in reversed(batch.rows):
                 if row.placement is GPU and row.token_ids is None:
-                    continue  # stays what and where it is
+                    break  # stays what and where it is, as do all before it
                 request_id = row.request_id
                 if request_id in in_flight or (request := running(request_id)) is None:
                     continue  # see below, or it has ended
@@ -207,15 +208,17 @@ class SchedulerState(SchedulerView):
                 else:  # a chunk, or of a cohort that was left alone
                     self._advanced(request)
         turn = self.iteration - 1  # until then it was under way
-        left = [request for i in in_flight - self._in_flight if (request := running(i)) is not None]
-        for request in left:
-            request.last_served, request.in_flight = turn, True
-        self._index.park(left)
-        for request_id in self._in_flight - in_flight:
+        if len(in_flight) > len(before) - len(returned):
+            left = [request for i in in_flight - before if (request := running(i)) is not None]
+            for request in left:
+                request.last_served, request.in_flight = turn, True
+            self._index.park(left)
+        for request_id in returned:
             if (request := running(request_id)) is not None:
                 request.last_served, request.in_flight = turn, False
                 served.append(request_id)
-        self._index.serve(served)
+        if served:
+            self._index.serve(served)
         self._in_flight = in_flight
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)
@@ -229,9 +232,8 @@ class SchedulerState(SchedulerView):
         assert self.blocks.owners() == owners, "blocks are owned by a request that does not run"
         running = self.queue.running
         assert self._on_gpu == sum(r.placement is GPU for r in running)
-        assert self.num_in_flight == sum(r.in_flight for r in running)
-        on_cpu = [r.num_tokens for r in running if r.placement is not GPU]
-        assert self.cpu_tokens == sum(on_cpu)
+        self._index.check_integrity(running)
+        self.cohorts.check_integrity(self._in_flight)
 
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""
