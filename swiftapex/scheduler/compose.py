@@ -10,8 +10,7 @@ from swiftapex.scheduler.state import SchedulerState
 def main_batch(state: SchedulerState, reserve: int = 0) -> BatchDraft:
     """The batch that parked cohorts may join at any layer. It keeps room for the largest one in
     flight, or for the `reserve` rows of a new one."""
-    reserve = max(reserve, state.cohorts.largest)
-    return BatchDraft(state.limits.less(reserve) if reserve else state.limits)
+    return BatchDraft(state.limits, max(reserve, state.cohorts.largest))
 
 
 def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> None:
@@ -26,12 +25,12 @@ def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> N
     requests = state.gpu_decodes().first(batch.row_room)
     while requests and batch.room:
         added = state.add_decodes(batch, requests)
-        request, requests = requests[added:][:1], requests[added + 1 :]
-        if not request or batch.room == 0:
+        if added == len(requests) or batch.room == 0:
             break
-        coming = _make_room(state, request[0], demote, coming)
-        requests = [r for r in (*request, *requests) if state.is_free(r)]
-        if request[0] in requests[:1] and not state.has_block(request[0]):
+        request = requests[added]
+        coming = _make_room(state, request, demote, coming)
+        requests = [r for r in requests[added:] if state.is_free(r)]
+        if request in requests[:1] and not state.has_block(request):
             requests.pop(0)  # waits for what is coming
 
 
@@ -72,7 +71,7 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
         if not state.is_free(request) or not state.fits_alone(request, GPU):
             continue
         on_gpu += 1
-        if not _fits_beside(state, request, on_gpu) or on_gpu > batch.limits.max_batch_size:
+        if not _fits_beside(state, request, on_gpu) or on_gpu > batch.max_rows:
             break
         state.move(request, GPU)
 

@@ -24,38 +24,31 @@ class Limits:
     staging_blocks: int = 0
     max_skipped: int = 64
 
-    def less(self, rows: int) -> Limits:
-        """With room for `rows` rows of one token less."""
-        return Limits(
-            self.max_batch_size - rows,
-            self.max_tokens_in_batch - rows,
-            self.staging_blocks,
-            self.max_skipped,
-        )
-
 
 class BatchDraft:
-    """Rows by kind, in the order in which they were added, and their load so far."""
+    """Rows by kind, in the order in which they were added, and their load so far. `reserve`: rows
+    of one token that are kept free."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, reserve: int = 0) -> None:
+        self.max_rows = limits.max_batch_size - reserve
+        self.max_tokens = limits.max_tokens_in_batch - reserve
         self.num_rows = 0
         self.num_tokens = 0
-        self._kinds: tuple[list[Row], ...] = tuple([] for _ in range(_NUM_KINDS))
+        self._kinds: tuple[list[Row], ...] = ([], [], [], [])
         self._read = [0] * _NUM_KINDS  # tokens of KV that the rows of a kind read
         self._load: Load | None = None  # None: to be read anew
 
     @property
     def room(self) -> int:
         """Tokens that still fit; 0 once all rows are taken."""
-        if self.num_rows >= self.limits.max_batch_size:
+        if self.num_rows >= self.max_rows:
             return 0
-        return max(0, self.limits.max_tokens_in_batch - self.num_tokens)
+        return max(0, self.max_tokens - self.num_tokens)
 
     @property
     def row_room(self) -> int:
         """Decodes that still fit."""
-        return max(0, min(self.limits.max_batch_size - self.num_rows, self.room))
+        return max(0, min(self.max_rows - self.num_rows, self.max_tokens - self.num_tokens))
 
     @property
     def rows(self) -> list[Row]:

@@ -77,7 +77,8 @@ class SchedulerView:
 
     def prefilling(self) -> list[Request]:
         """Free running requests with tokens still to prefill, oldest first."""
-        return list(self._unplanned(self._index.prefills))
+        prefills = self._index.prefills
+        return list(self._unplanned(prefills)) if prefills else []
 
     def running_on(self, side: Placement) -> int:
         """Running requests whose blocks are on `side`, in flight or not."""
@@ -123,10 +124,13 @@ class SchedulerView:
         for twice that. All at once, in one iteration, would make everyone else wait for long."""
         skipped = self.limits.max_skipped
         since = self.iteration - skipped
-        most = max(1, -(-self.num_decoding(CPU) // max(1, skipped)))
+        most = 0
         found: list[Request] = []
         for request in requests:
-            if request.last_served >= since or len(found) == most:
+            if request.last_served >= since:
+                break
+            most = most or max(1, -(-self.num_decoding(CPU) // max(1, skipped)))
+            if len(found) == most:
                 break
             found.append(request)
         return found
