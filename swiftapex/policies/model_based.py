@@ -65,11 +65,11 @@ class ModelBased(Policy):
     def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
         if state.iteration % _EVERY == 0 or not self._yields:
             self._compare(state, cost_model)
-        overdue = len(state.overdue(state.idle_on_cpu))
+        overdue = len(state.overdue(state.idle_on_cpu)) if state.num_idle else 0
         returning = self._strategy == ASYMMETRIC and state.num_in_flight > 0
         overlaps = self._strategy == OVERLAP or (returning and overdue)
-        rows = cohort_rows(state, self.cohorts) if overlaps else 0
-        first = main_batch(state, cohort_reserve(state, rows))
+        rows = cohort_rows(state, self.cohorts) if overlaps and state.num_idle else 0
+        first = main_batch(state, cohort_reserve(state, rows) if rows else 0)
         add_gpu_decodes(state, first, demote=True)
         promote(state, first)
         add_prefill(state, first, gpu_first(state, self._cpu_full, keep_busy=False))

@@ -22,11 +22,8 @@ def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> N
     The oldest request never yields and fits alone, so that it always advances: every request ends.
     """
     coming = 0  # blocks that moves of this plan leave, not yet promised to a waiting decode
-    requests = state.gpu_decodes().first(batch.row_room)
-    while requests and batch.room:
-        added = state.add_decodes(batch, requests)
-        if added == len(requests) or batch.room == 0:
-            break
+    requests = state.gpu_decodes(batch.row_room)
+    while (added := state.add_decodes(batch, requests)) < len(requests) and batch.room:
         request = requests[added]
         coming = _make_room(state, request, demote, coming)
         requests = [r for r in requests[added:] if state.is_free(r)]
@@ -64,6 +61,8 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
 
     First come, first served: where the oldest does not fit, none younger is let past it.
     """
+    if not state.num_idle:
+        return
     on_gpu = state.running_on(GPU)
     if state.blocks.num_free(GPU) <= on_gpu:
         return

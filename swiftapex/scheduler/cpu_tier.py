@@ -109,5 +109,5 @@ def new_cohort(state: SchedulerState, main: BatchDraft, rows: int) -> BatchDraft
     limits = state.limits
     room = min(limits.max_batch_size - main.num_rows, limits.max_tokens_in_batch - main.num_tokens)
     cohort = state.new_batch()
-    take_cpu_decodes(state, cohort, cpu_decodes(state), max(0, min(rows, room)))
+    take_cpu_decodes(state, cohort, state.cpu_decodes(), max(0, min(rows, room)))
     return cohort

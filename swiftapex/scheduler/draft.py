@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from swiftapex.core.plan import Row, SubBatch, row_order
+from swiftapex.core.request import GPU
 from swiftapex.cost_model import Load
 
 _NUM_KINDS = 4  # of rows, as `row_order` numbers them
@@ -53,7 +53,7 @@ class BatchDraft:
     @property
     def rows(self) -> list[Row]:
         """In the order of `row_order`."""
-        return list(self._in_order())
+        return list(chain.from_iterable(self._kinds))
 
     @property
     def gpu_decodes(self) -> list[Row]:
@@ -77,13 +77,14 @@ class BatchDraft:
     def load(self) -> Load:
         """`Load.of` its rows."""
         if self._load is None:
+            kinds, read, chunks = self._kinds, self._read, self.chunks
             self._load = Load(
                 self.num_tokens,
-                self._read[_GPU_DECODES],
-                self._read[_CPU_DECODES],
-                tuple([(len(row.token_ids or ()), row.start) for row in self.chunks]),
-                len(self.gpu_decodes),
-                len(self.cpu_decodes),
+                read[_GPU_DECODES],
+                read[_CPU_DECODES],
+                tuple([(row.num_tokens, row.start) for row in chunks]) if chunks else (),
+                len(kinds[_GPU_DECODES]),
+                len(kinds[_CPU_DECODES]),
             )
         return self._load
 
@@ -94,9 +95,12 @@ class BatchDraft:
 
     def add_decodes(self, rows: list[Row], read: int) -> None:
         """Decodes of one side, which read `read` tokens of KV together."""
-        kind = row_order(rows[0])
+        kind = _GPU_DECODES if rows[0].placement is GPU else _CPU_DECODES
         self._kinds[kind].extend(rows)
-        self._count(kind, len(rows), len(rows), read)
+        self.num_rows += len(rows)
+        self.num_tokens += len(rows)
+        self._read[kind] += read
+        self._load = None
 
     def remove(self, row: Row) -> None:
         kind = row_order(row)
@@ -104,10 +108,7 @@ class BatchDraft:
         self._count(kind, -1, -row.num_tokens, -(row.start + 1))
 
     def sub_batch(self) -> SubBatch:
-        return SubBatch(tuple(self._in_order()))
-
-    def _in_order(self) -> Iterator[Row]:
-        return chain.from_iterable(self._kinds)
+        return SubBatch(tuple(chain.from_iterable(self._kinds)))
 
     def _count(self, kind: int, rows: int, tokens: int, read: int) -> None:
         self.num_rows += rows

@@ -15,13 +15,9 @@ class News:
         self._admitted: dict[int, Admission] = {}
         self._new_blocks: dict[int, tuple[int, ...]] = {}
         self._moves: list[Move] = []
+        self.num_moved_blocks = 0  # blocks of KV that go to the other side
         self._released: list[int] = []
         self._dropped: list[int] = []
-
-    @property
-    def num_moved_blocks(self) -> int:
-        """Blocks of KV that go to the other side."""
-        return sum(len(move.source_blocks) for move in self._moves) if self._moves else 0
 
     def admit(self, request: Request) -> None:
         last_token = request.output_ids[-1] if request.output_ids else 0
@@ -36,6 +32,7 @@ class News:
 
     def move(self, move: Move) -> None:
         self._moves.append(move)
+        self.num_moved_blocks += len(move.source_blocks)
 
     def drop(self, request_id: int) -> None:
         """It ended in flight."""
@@ -61,4 +58,5 @@ class News:
         }
         for each in happened:
             each.clear()
+        self.num_moved_blocks = 0
         return told

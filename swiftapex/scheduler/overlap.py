@@ -33,7 +33,7 @@ def overlap_plan(
             keep = overlap_chunk_tokens(cost, main.load, in_flight, visit, state.cpu_free)
         cut_chunks(state, main, main.chunks, keep)
     new = [new_cohort(state, main, rows)] if rows else []
-    started = sum(cohort.num_rows for cohort in new)
+    started = new[0].num_rows if new else 0
     in_flight, cohorts = state.num_in_flight + started, len(state.cohorts) + bool(started)
     predicted = overlap_us(cost, main.load, in_flight, cohorts)
     if moving := state.moving_tokens:

@@ -44,18 +44,18 @@ class SchedulerState(SchedulerView):
         requests = list(requests[: batch.row_room])
         if not requests:
             return 0
-        count, iteration = len(requests), self.iteration
-        ids = [request.request_id for request in requests]
-        starts = [request.num_computed for request in requests]
-        size = self.blocks.block_size
-        ends = [index for index, start in enumerate(starts) if start % size == 0]  # of a block
-        rooms = self.blocks.rooms_of([ids[index] for index in ends])
-        full = [index for index, room in zip(ends, rooms, strict=True) if starts[index] >= room]
-        gained = self.blocks.append_one([ids[index] for index in full])
-        for index, block in zip(full, gained, strict=False):
-            self._news.gain(ids[index], (block,))
-        if len(gained) < len(full):
-            count = full[len(gained)]
+        count, iteration, size = len(requests), self.iteration, self.blocks.block_size
+        ids: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []  # indices of those that need another block, or have it already
+        for index, request in enumerate(requests):
+            start = request.num_computed
+            ids.append(request.request_id)
+            starts.append(start)
+            if start % size == 0:
+                ends.append(index)
+        if ends:
+            count = self._extend(ids, starts, ends)
             del requests[count:], ids[count:], starts[count:]
         if requests:
             for request in requests:
@@ -168,12 +168,13 @@ class SchedulerState(SchedulerView):
         inequality: Inequality | None = None,
     ) -> StepPlan:
         """The plan of these batches, with all that the workers have not been told yet."""
-        for cohort in cohorts:
-            self.cohorts.add(row.request_id for row in cohort.rows)
+        new_cohorts = [cohort.sub_batch() for cohort in cohorts if cohort.num_rows]
+        for new in new_cohorts:
+            self.cohorts.add([row.request_id for row in new.rows])
         plan = StepPlan(
             pipeline,
-            tuple(batch.sub_batch() for batch in batches),
-            tuple(cohort.sub_batch() for cohort in cohorts if cohort.rows),
+            tuple(map(BatchDraft.sub_batch, batches)),
+            tuple(new_cohorts),
             predicted_us=predicted_us,
             candidates_us=dict(candidates_us or {}),
             inequality=inequality,
@@ -234,6 +235,16 @@ class SchedulerState(SchedulerView):
         assert self._on_gpu == sum(r.placement is GPU for r in running)
         self._index.check_integrity(running)
         self.cohorts.check_integrity(self._in_flight)
+
+    def _extend(self, ids: list[int], starts: list[int], ends: list[int]) -> int:
+        """Another block for each of the requests at `ends` whose blocks are full; returns how many
+        of all requests, the first ones, have room for their next token then."""
+        rooms = self.blocks.rooms_of([ids[index] for index in ends])
+        full = [index for index, room in zip(ends, rooms, strict=True) if starts[index] >= room]
+        gained = self.blocks.append_one([ids[index] for index in full])
+        for index, block in zip(full, gained, strict=False):
+            self._news.gain(ids[index], (block,))
+        return full[len(gained)] if len(gained) < len(full) else len(ids)
 
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""

@@ -48,12 +48,15 @@ class SchedulerView:
     def decoding(self, side: Placement) -> list[Request]:
         """Free requests whose next step is a decode on `side`, oldest first."""
         if side is GPU:
-            return list(self.gpu_decodes())
+            return self.gpu_decodes(self._on_gpu)
         return sorted(self.cpu_decodes(), key=lambda r: r.request_id)
 
-    def gpu_decodes(self) -> Lazily:
-        """As `decoding` on the GPU. To be read before a request moves, starts or yields."""
-        return self._unplanned(self._index.gpu_decodes)
+    def gpu_decodes(self, most: int) -> list[Request]:
+        """As `decoding` on the GPU, the first ones."""
+        requests = self._index.gpu_decodes
+        if self._planned:
+            return self._unplanned(requests).first(most)
+        return list(islice(requests.values(), most))
 
     def cpu_decodes(self) -> Lazily:
         """As `decoding` on the CPU, but least recently served first, older ones before younger. To
