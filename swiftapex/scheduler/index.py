@@ -151,7 +151,11 @@ class RequestIndex:
         self._file()
         while self._ages and self._ages[0] not in self._cpu.members:
             self._in_ages.remove(heappop(self._ages))
+        if not self._ages:
+            return
+        yield self._cpu.members[self._ages[0]]  # who asks mostly wants no more
         ages = self._ages.copy()
+        heappop(ages)
         while ages:
             request = self._cpu.members.get(heappop(ages))
             if request is not None:

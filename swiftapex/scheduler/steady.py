@@ -33,7 +33,7 @@ _CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are 
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mix:
     """What there is to do, as it looks over many iterations."""
 
