@@ -29,6 +29,8 @@ class BatchDraft:
     """Rows by kind, in the order in which they were added, and their load so far. `reserve`: rows
     of one token that are kept free."""
 
+    __slots__ = ("_kinds", "_load", "_read", "max_rows", "max_tokens", "num_rows", "num_tokens")
+
     def __init__(self, limits: Limits, reserve: int = 0) -> None:
         self.max_rows = limits.max_batch_size - reserve
         self.max_tokens = limits.max_tokens_in_batch - reserve

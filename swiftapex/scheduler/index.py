@@ -124,8 +124,7 @@ class RequestIndex:
     def park(self, requests: Iterable[Request]) -> None:
         """CPU decodes of theirs have left for a pass: they read what they did."""
         for request in requests:
-            filed = self._entry(request)
-            filed.group = None
+            self._entry(request).group = None
             self._num_in_flight += 1
 
     def discard(self, request: Request) -> None:
@@ -137,18 +136,21 @@ class RequestIndex:
 
     @property
     def gpu_decodes(self) -> dict[int, Request]:
-        self._file()
+        if self._touched:
+            self._file()
         return self._gpu.members
 
     @property
     def cpu_decodes(self) -> dict[int, Request]:
         """At a token boundary."""
-        self._file()
+        if self._touched:
+            self._file()
         return self._cpu.members
 
     def cpu_decodes_by_age(self) -> Iterator[Request]:
         """At a token boundary, oldest first. To be read before anything changes."""
-        self._file()
+        if self._touched:
+            self._file()
         while self._ages and self._ages[0] not in self._cpu.members:
             self._in_ages.remove(heappop(self._ages))
         if not self._ages:
@@ -165,23 +167,27 @@ class RequestIndex:
     def cpu_tokens(self) -> int:
         """Tokens of KV that one visit of all requests on the CPU reads, prompts that are on their
         way there included."""
-        self._file()
+        if self._touched:
+            self._file()
         return self._cpu_tokens
 
     @property
     def prefills(self) -> dict[int, Request]:
-        self._file()
+        if self._touched:
+            self._file()
         return self._prefills.members
 
     def counts(self) -> tuple[int, int, int]:
         """GPU decodes, CPU decodes at a token boundary, requests in flight."""
-        self._file()
+        if self._touched:
+            self._file()
         return len(self._gpu.members), len(self._cpu.members), self._num_in_flight
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Raises AssertionError unless all that run, and nothing else, is where a look at each of
         them would put it, and in order."""
-        self._file()
+        if self._touched:
+            self._file()
         groups: dict[_Group | None, list[Request]] = {}
         for request in running:
             groups.setdefault(self._group(request), []).append(request)
@@ -196,8 +202,6 @@ class RequestIndex:
         assert len(self._ages) == len(self._in_ages) and self._in_ages >= self._cpu.members.keys()
 
     def _file(self) -> None:
-        if not self._touched:
-            return
         groups: dict[_Group, list[Request]] = {}
         for request in self._touched.values():
             filed = self._entry(request)

@@ -38,10 +38,10 @@ class SchedulerState(SchedulerView):
         batch.add(Row(request.request_id, request.placement, request.num_computed, None, True))
         self._serve(request)
 
-    def add_decodes(self, batch: BatchDraft, requests: Sequence[Request]) -> int:
+    def add_decodes(self, batch: BatchDraft, requests: list[Request]) -> int:
         """`add_decode` for free requests that decode on one side, in order, until the batch is full
         or one finds no block; returns how many were added."""
-        requests = list(requests[: batch.row_room])
+        requests = requests[: batch.row_room]
         if not requests:
             return 0
         count, iteration, size = len(requests), self.iteration, self.blocks.block_size
