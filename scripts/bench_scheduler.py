@@ -1,17 +1,21 @@
 """How long policies plan, without a model: CPU µs per plan in a steady state.
 
     python scripts/bench_scheduler.py --live 1000 --policies gpu_only neo apex model_based
+    python scripts/bench_scheduler.py --cold --regimes cohorts --waiting 0
 
 Regimes: decoding alone, with little, more and enough KV on the GPU; `turnover`, where requests end
 and others begin, so that plans hold prefill chunks; `chunks`, a small GPU, a full CPU and short
-outputs, where passes hold a batch of prompts and hundreds of CPU decodes.
+outputs, where passes hold a batch of prompts and hundreds of CPU decodes; `cohorts`, some hundred
+requests decode on the CPU, all of them in flight.
 
-Prints a line of JSON per policy and regime: median and 90th percentile of the time of `plan`, of
-booking what a plan did (`settle`), the median share of planning in an iteration, rows per plan,
-those of CPU decodes and chunks among them, and pipelines. Requests begin decoding at once; parked
-cohorts come back after 16 to 33 passes. Costs are read from tables, as an engine's are, which hold
-closed forms for llama2-7b on 8 multiprocessors, or from a measured `--profile`; so is the time of
-an iteration that the share refers to.
+Prints a line of JSON per policy and regime: median and 90th percentile of the time of `plan` and of
+booking what a plan did (`settle`), the median share of both in an iteration, rows per plan, those
+of CPU decodes and chunks among them, and pipelines. With `--cold` other memory is read before each
+of the two, so that nothing they use is in a cache any more: in an engine threads that attend do
+that, and an iteration lies between two plans. Requests begin decoding at once; parked cohorts come
+back after 16 to 33 passes. Costs are read from tables, as an engine's are, which hold closed forms
+for llama2-7b on 8 multiprocessors, or from a measured `--profile`; so is the time of an iteration
+that the share refers to.
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from arguments import at_least
 
 from swiftapex.core.errors import ConfigError
@@ -48,6 +54,7 @@ from swiftapex.scheduler.state import SchedulerState
 GPU, CPU = Placement.GPU, Placement.CPU
 BLOCK = 16
 MAX_TOKENS = 2048
+COLD_BYTES = 2**27  # more than caches hold
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ REGIMES = {
     "large-gpu": Regime(60_000),
     "turnover": Regime(1650, output=150),
     "chunks": Regime(256, 9472, live=345, prompt=(180, 220), output=50),
+    "cohorts": Regime(256, 9472, live=200),
 }
 
 
@@ -158,16 +166,18 @@ class Bench:
                 return True
         return False
 
-    def step(self) -> tuple[float, float, StepPlan]:
-        """(seconds to plan, seconds to settle, plan)."""
+    def step(self, before: Callable[[], Any] = lambda: None) -> tuple[float, float, StepPlan]:
+        """(seconds to plan, seconds to settle, plan); `before` each of both is called."""
+        before()
         start = time.thread_time()
         plan = self.policy.plan(self.state, self.cost)
         planned = time.thread_time()
         done = self._carry_out(plan)
         in_flight = frozenset(i for _, ids in self.parked for i in ids)
-        before = time.thread_time()
+        before()
+        carried_out = time.thread_time()
         self.state.settle(plan, in_flight)
-        settled = time.thread_time() - before
+        settled = time.thread_time() - carried_out
         for request_id in done:
             self._token(self.requests[request_id])
         return planned - start, settled, plan
@@ -203,26 +213,36 @@ class Bench:
 
 
 def measure(
-    policy: str, regime: str, live: int, waiting: int, steps: int, cost: CostModel
+    policy: str,
+    regime: str,
+    live: int,
+    waiting: int,
+    steps: int,
+    cost: CostModel,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
+    """`before`: what empties the caches; None: they keep what they have."""
     bench = Bench(policy, regime, live, waiting, cost)
     for _ in range(40):
         bench.step()
-    results = [bench.step() for _ in range(steps)]
+    results = [bench.step(before) if before else bench.step() for _ in range(steps)]
     plans = [plan for _, _, plan in results]
-    us = sorted(1e6 * planned for planned, _, _ in results)
-    shares = [1e6 * planned / p.predicted_us for planned, _, p in results if p.predicted_us]
+    planned = sorted(1e6 * s for s, _, _ in results)
+    settled = sorted(1e6 * s for _, s, _ in results)
+    shares = [1e6 * (s + t) / p.predicted_us for s, t, p in results if p.predicted_us]
     rows = [[r for b in p.sub_batches + p.new_cohorts for r in b.rows] for p in plans]
     on_cpu = [sum(r.is_decode and r.placement is CPU for r in each) for each in rows]
     chunks = [sum(r.num_tokens for r in each if not r.is_decode) for each in rows]
     return {
         "policy": policy,
         "regime": regime,
+        "caches": "emptied" if before else "kept",
         "live": bench.queue.num_running + bench.queue.num_waiting,
         "running": bench.queue.num_running,
-        "plan_us_p50": round(statistics.median(us), 1),
-        "plan_us_p90": round(us[int(0.9 * len(us))], 1),
-        "settle_us_p50": round(1e6 * statistics.median(s for _, s, _ in results), 1),
+        "plan_us_p50": round(statistics.median(planned), 1),
+        "plan_us_p90": round(planned[int(0.9 * steps)], 1),
+        "settle_us_p50": round(statistics.median(settled), 1),
+        "settle_us_p90": round(settled[int(0.9 * steps)], 1),
         "share_of_iteration": round(statistics.median(shares), 5) if shares else None,
         "rows_p50": statistics.median(map(len, rows)),
         "cpu_decodes_p50": statistics.median(on_cpu),
@@ -238,12 +258,14 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least(1, int), default=200)
     parser.add_argument("--policies", nargs="+", default=["gpu_only", "neo", "apex", "model_based"])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
+    parser.add_argument("--cold", action="store_true", help="empty the caches before each plan")
     parser.add_argument("--profile", type=Path, help="a JSON file with measured tables")
     args = parser.parse_args()
     cost = CorrectedCostModel(measured_costs(args.profile) if args.profile else costs())
+    before = np.ones(COLD_BYTES // 8).sum if args.cold else None
     for regime in args.regimes:
         for policy in args.policies:
-            found = measure(policy, regime, args.live, args.waiting, args.steps, cost)
+            found = measure(policy, regime, args.live, args.waiting, args.steps, cost, before)
             print(json.dumps(found), flush=True)
 
 

@@ -58,27 +58,28 @@ class ModelBased(Policy):
         self.margin = margin
         self._strategy = GPU_ONLY
         self._yields: dict[str, steady.Steady] = {}
+        self._us: dict[str, float] = {}  # of these, for the record
+        self._sides: Inequality | None = None
         self._gpu_decodes = 0  # that those count on
 
     def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
         if state.iteration % _EVERY == 0 or not self._yields:
             self._compare(state, cost_model)
-        overdue = len(state.overdue(cpu_decodes(state)))
+        overdue = len(state.overdue(state.idle_on_cpu)) if state.num_idle else 0
         returning = self._strategy == ASYMMETRIC and state.num_in_flight > 0
         overlaps = self._strategy == OVERLAP or (returning and overdue)
-        rows = cohort_rows(state, self.cohorts) if overlaps else 0
-        first = main_batch(state, cohort_reserve(state, rows))
+        rows = cohort_rows(state, self.cohorts) if overlaps and state.num_idle else 0
+        first = main_batch(state, cohort_reserve(state, rows) if rows else 0)
         add_gpu_decodes(state, first, demote=True)
         promote(state, first)
         add_prefill(state, first, gpu_first(state, self._cpu_full, keep_busy=False))
 
-        us = {name: found.us for name, found in self._yields.items() if found.rate}
-        sides = self._sides()
+        us, sides = self._us, self._sides
         if rows or returning or (overlaps and state.num_in_flight):
-            keep = self._chunk(OVERLAP, state)
+            keep = self._chunk(OVERLAP, state) if first.chunks else None
             return overlap_plan(state, cost_model, first, rows, OVERLAP, us, sides, keep)
         if self._strategy == ASYMMETRIC or overdue or not first.num_rows:
-            plan = self._two_batches(state, cost_model, first, overdue, us, sides)
+            plan = self._two_batches(state, cost_model, first, overdue)
             if plan is not None:
                 return plan
         alone = one_batch_us(state, cost_model, first.load)
@@ -90,8 +91,6 @@ class ModelBased(Policy):
         cost: CostModel,
         first: BatchDraft,
         overdue: int,
-        us: dict[str, float],
-        sides: Inequality | None,
     ) -> StepPlan | None:
         """None where the split takes no CPU decode in."""
         if self._strategy == ASYMMETRIC and first.chunks:
@@ -105,6 +104,7 @@ class ModelBased(Policy):
             return None
         add_split(state, (first, second), waiting, split)
         predicted = two_batches_us(state, cost, first.load, second.load)
+        us, sides = self._us, self._sides
         return state.step_plan(ASYMMETRIC, [first, second], (), predicted, us, sides)
 
     def _compare(self, state: SchedulerState, cost: CostModel) -> None:
@@ -117,6 +117,10 @@ class ModelBased(Policy):
             found[ASYMMETRIC] = steady.asymmetric(cost, mix)
             found[OVERLAP] = steady.overlap(cost, mix, self.cohorts)
         self._strategy = self.best(found, mix.beyond_gpu)
+        self._us = {name: each.us for name, each in found.items() if each.rate}
+        rates = {name: 1e3 * each.rate for name, each in found.items()}
+        alone = rates.pop(GPU_ONLY)
+        self._sides = Inequality(_WORDS, max(rates.values()), alone) if rates and alone else None
 
     def best(self, found: Mapping[str, steady.Steady], beyond_gpu: float = 1.0) -> str:
         """The strategy for the next iterations. Only the requests that the GPU does not hold, a
@@ -158,11 +162,6 @@ class ModelBased(Policy):
         if waits and not state.can_start(queue.first_waiting, Placement.GPU):
             chunk -= min(1.0, share) * missing * queue.prompt_share()
         return max(_LEAST_CHUNK, int(chunk))
-
-    def _sides(self) -> Inequality | None:
-        rates = {name: 1e3 * found.rate for name, found in self._yields.items()}
-        alone = rates.pop(GPU_ONLY)
-        return Inequality(_WORDS, max(rates.values()), alone) if rates and alone else None
 
     def _cpu_full(self, batch: BatchDraft, request: Request) -> bool:
         return self._strategy == GPU_ONLY

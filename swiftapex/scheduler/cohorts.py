@@ -16,25 +16,36 @@ class CohortBook:
 
     def __init__(self) -> None:
         self._members: list[frozenset[int]] = []
+        self._num_settled = 0  # of them, the first ones: all members were in flight at `settle`
+        self.largest = 0  # rows of the largest one: so many may join a batch at any layer
 
     def __len__(self) -> int:
         return len(self._members)
-
-    @property
-    def largest(self) -> int:
-        """Rows of the largest one: so many may join a batch at any layer."""
-        return max(map(len, self._members), default=0)
 
     def add(self, request_ids: Iterable[int]) -> None:
         members = frozenset(request_ids)
         if members:
             self._members.append(members)
+            self.largest = max(self.largest, len(members))
 
-    def settle(self, in_flight: frozenset[int]) -> None:
-        """Forgets those that have come back. An aborted member counts until its cohort does."""
-        if not all(members <= in_flight for members in self._members):
-            left = (members & in_flight for members in self._members)
-            self._members = [members for members in left if members]
+    def settle(self, in_flight: frozenset[int], returned: frozenset[int]) -> None:
+        """Forgets those that have come back. `returned`: what was in flight before and is no longer
+        in `in_flight`; new ones may have come back at once. An aborted member counts until its
+        cohort does."""
+        if not returned and self._num_settled == len(self._members):
+            return
+        settled, new = self._members[: self._num_settled], self._members[self._num_settled :]
+        left = [m if m.isdisjoint(returned) else m - returned for m in settled]
+        left += [members & in_flight for members in new]
+        self._members = [members for members in left if members]
+        self._num_settled = len(self._members)
+        self.largest = max(map(len, self._members), default=0)
+
+    def check_integrity(self, in_flight: frozenset[int]) -> None:
+        """Raises AssertionError unless, between two plans, it holds exactly what is in flight."""
+        assert self._num_settled == len(self._members)
+        assert sorted(i for members in self._members for i in members) == sorted(in_flight)
+        assert self.largest == max(map(len, self._members), default=0)
 
 
 def cohorts_wanted(num_cpu: int, setting: int | None) -> int:

@@ -10,8 +10,7 @@ from swiftapex.scheduler.state import SchedulerState
 def main_batch(state: SchedulerState, reserve: int = 0) -> BatchDraft:
     """The batch that parked cohorts may join at any layer. It keeps room for the largest one in
     flight, or for the `reserve` rows of a new one."""
-    reserve = max(reserve, state.cohorts.largest)
-    return BatchDraft(state.limits.less(reserve) if reserve else state.limits)
+    return BatchDraft(state.limits, max(reserve, state.cohorts.largest))
 
 
 def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> None:
@@ -23,15 +22,12 @@ def add_gpu_decodes(state: SchedulerState, batch: BatchDraft, demote: bool) -> N
     The oldest request never yields and fits alone, so that it always advances: every request ends.
     """
     coming = 0  # blocks that moves of this plan leave, not yet promised to a waiting decode
-    requests = state.gpu_decodes().first(batch.row_room)
-    while requests and batch.room:
-        added = state.add_decodes(batch, requests)
-        request, requests = requests[added:][:1], requests[added + 1 :]
-        if not request or batch.room == 0:
-            break
-        coming = _make_room(state, request[0], demote, coming)
-        requests = [r for r in (*request, *requests) if state.is_free(r)]
-        if request[0] in requests[:1] and not state.has_block(request[0]):
+    requests = state.gpu_decodes(batch.row_room)
+    while (added := state.add_decodes(batch, requests)) < len(requests) and batch.room:
+        request = requests[added]
+        coming = _make_room(state, request, demote, coming)
+        requests = [r for r in requests[added:] if state.is_free(r)]
+        if request in requests[:1] and not state.has_block(request):
             requests.pop(0)  # waits for what is coming
 
 
@@ -65,6 +61,8 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
 
     First come, first served: where the oldest does not fit, none younger is let past it.
     """
+    if not state.num_idle:
+        return
     on_gpu = state.running_on(GPU)
     if state.blocks.num_free(GPU) <= on_gpu:
         return
@@ -72,7 +70,7 @@ def promote(state: SchedulerState, batch: BatchDraft) -> None:
         if not state.is_free(request) or not state.fits_alone(request, GPU):
             continue
         on_gpu += 1
-        if not _fits_beside(state, request, on_gpu) or on_gpu > batch.limits.max_batch_size:
+        if not _fits_beside(state, request, on_gpu) or on_gpu > batch.max_rows:
             break
         state.move(request, GPU)
 

@@ -82,10 +82,11 @@ def cohort_rows(state: SchedulerState, setting: int | None) -> int:
     once, in a cohort beyond the wanted number if need be.
     """
     idle = state.num_idle
+    if not idle:
+        return 0
     on_cpu = state.num_decoding(CPU)
     wanted = cohorts_wanted(on_cpu, setting)
-    overdue = len(state.overdue(state.cpu_decodes()))
-    if not idle or (len(state.cohorts) >= wanted and not overdue):
+    if len(state.cohorts) >= wanted and not state.overdue(state.idle_on_cpu):
         return 0
     return max(1, min(idle, -(-on_cpu // wanted), _half_batch(state)))
 
@@ -93,7 +94,7 @@ def cohort_rows(state: SchedulerState, setting: int | None) -> int:
 def cohort_reserve(state: SchedulerState, rows: int) -> int:
     """Rows that the main batch keeps free for a new cohort of `rows`. Batches of a single row
     serve the GPU first, until a CPU request is overdue."""
-    if rows <= _half_batch(state) or state.overdue(state.cpu_decodes()):
+    if rows <= _half_batch(state) or state.overdue(state.idle_on_cpu):
         return rows
     return 0
 
@@ -108,5 +109,5 @@ def new_cohort(state: SchedulerState, main: BatchDraft, rows: int) -> BatchDraft
     limits = state.limits
     room = min(limits.max_batch_size - main.num_rows, limits.max_tokens_in_batch - main.num_tokens)
     cohort = state.new_batch()
-    take_cpu_decodes(state, cohort, cpu_decodes(state), max(0, min(rows, room)))
+    take_cpu_decodes(state, cohort, state.cpu_decodes(), max(0, min(rows, room)))
     return cohort

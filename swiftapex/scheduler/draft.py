@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from swiftapex.core.plan import Row, SubBatch, row_order
+from swiftapex.core.request import GPU
 from swiftapex.cost_model import Load
 
 _NUM_KINDS = 4  # of rows, as `row_order` numbers them
@@ -24,43 +24,38 @@ class Limits:
     staging_blocks: int = 0
     max_skipped: int = 64
 
-    def less(self, rows: int) -> Limits:
-        """With room for `rows` rows of one token less."""
-        return Limits(
-            self.max_batch_size - rows,
-            self.max_tokens_in_batch - rows,
-            self.staging_blocks,
-            self.max_skipped,
-        )
-
 
 class BatchDraft:
-    """Rows by kind, in the order in which they were added, and their load so far."""
+    """Rows by kind, in the order in which they were added, and their load so far. `reserve`: rows
+    of one token that are kept free."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    __slots__ = ("_kinds", "_load", "_read", "max_rows", "max_tokens", "num_rows", "num_tokens")
+
+    def __init__(self, limits: Limits, reserve: int = 0) -> None:
+        self.max_rows = limits.max_batch_size - reserve
+        self.max_tokens = limits.max_tokens_in_batch - reserve
         self.num_rows = 0
         self.num_tokens = 0
-        self._kinds: tuple[list[Row], ...] = tuple([] for _ in range(_NUM_KINDS))
+        self._kinds: tuple[list[Row], ...] = ([], [], [], [])
         self._read = [0] * _NUM_KINDS  # tokens of KV that the rows of a kind read
         self._load: Load | None = None  # None: to be read anew
 
     @property
     def room(self) -> int:
         """Tokens that still fit; 0 once all rows are taken."""
-        if self.num_rows >= self.limits.max_batch_size:
+        if self.num_rows >= self.max_rows:
             return 0
-        return max(0, self.limits.max_tokens_in_batch - self.num_tokens)
+        return max(0, self.max_tokens - self.num_tokens)
 
     @property
     def row_room(self) -> int:
         """Decodes that still fit."""
-        return max(0, min(self.limits.max_batch_size - self.num_rows, self.room))
+        return max(0, min(self.max_rows - self.num_rows, self.max_tokens - self.num_tokens))
 
     @property
     def rows(self) -> list[Row]:
         """In the order of `row_order`."""
-        return list(self._in_order())
+        return list(chain.from_iterable(self._kinds))
 
     @property
     def gpu_decodes(self) -> list[Row]:
@@ -84,13 +79,14 @@ class BatchDraft:
     def load(self) -> Load:
         """`Load.of` its rows."""
         if self._load is None:
+            kinds, read, chunks = self._kinds, self._read, self.chunks
             self._load = Load(
                 self.num_tokens,
-                self._read[_GPU_DECODES],
-                self._read[_CPU_DECODES],
-                tuple([(len(row.token_ids or ()), row.start) for row in self.chunks]),
-                len(self.gpu_decodes),
-                len(self.cpu_decodes),
+                read[_GPU_DECODES],
+                read[_CPU_DECODES],
+                tuple([(row.num_tokens, row.start) for row in chunks]) if chunks else (),
+                len(kinds[_GPU_DECODES]),
+                len(kinds[_CPU_DECODES]),
             )
         return self._load
 
@@ -101,9 +97,12 @@ class BatchDraft:
 
     def add_decodes(self, rows: list[Row], read: int) -> None:
         """Decodes of one side, which read `read` tokens of KV together."""
-        kind = row_order(rows[0])
+        kind = _GPU_DECODES if rows[0].placement is GPU else _CPU_DECODES
         self._kinds[kind].extend(rows)
-        self._count(kind, len(rows), len(rows), read)
+        self.num_rows += len(rows)
+        self.num_tokens += len(rows)
+        self._read[kind] += read
+        self._load = None
 
     def remove(self, row: Row) -> None:
         kind = row_order(row)
@@ -111,10 +110,7 @@ class BatchDraft:
         self._count(kind, -1, -row.num_tokens, -(row.start + 1))
 
     def sub_batch(self) -> SubBatch:
-        return SubBatch(tuple(self._in_order()))
-
-    def _in_order(self) -> Iterator[Row]:
-        return chain.from_iterable(self._kinds)
+        return SubBatch(tuple(chain.from_iterable(self._kinds)))
 
     def _count(self, kind: int, rows: int, tokens: int, read: int) -> None:
         self.num_rows += rows

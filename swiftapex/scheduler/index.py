@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,6 @@ from swiftapex.core.request import GPU, Request
 
 _age = attrgetter("request_id")
 _turn = attrgetter("last_served", "request_id")
-_last_served = attrgetter("last_served")
 _AT_ONCE = 16  # requests that are looked at together, or as many as were by then
 
 
@@ -22,16 +21,16 @@ class _Group:
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self.members: dict[int, Request] = {}
-        self._key = key
+        self.key = key
 
     def add(self, requests: list[Request]) -> None:
         if len(requests) > 1:
-            requests.sort(key=self._key)
+            requests.sort(key=self.key)
         self.append(requests)
 
     def append(self, requests: list[Request]) -> None:
         """Adds requests that are in order among themselves."""
-        key, members = self._key, self.members
+        key, members = self.key, self.members
         first, behind = key(requests[0]), []
         while members and key(next(reversed(members.values()))) > first:
             behind.append(members.popitem()[1])
@@ -69,9 +68,19 @@ class Lazily:
         return self._seen[:count]
 
 
+@dataclass(slots=True)
+class _Filed:
+    """A running request and where it is, side by side in memory: a cohort has dozens of them."""
+
+    request: Request
+    group: _Group | None = None  # None: it is in flight
+    reads: int = 0  # tokens of KV that a visit of it on the CPU reads
+
+
 class RequestIndex:
     """Every running request in one of four groups, by its id: GPU decodes and prefills (oldest
-    first), CPU decodes at a token boundary (least recently served first), and what is in flight.
+    first), CPU decodes at a token boundary (least recently served first), and what is in flight,
+    which is only counted.
 
     Whoever changes a request calls `touch`; it is filed anew at the next question, with all others
     that were, since a token may be booked in between. A GPU decode that stays where it is needs no
@@ -80,64 +89,75 @@ class RequestIndex:
     """
 
     def __init__(self) -> None:
-        self._gpu, self._cpu = _Group(_age), _Group(_turn)
-        self._prefills, self._in_flight = _Group(_age), _Group(_turn)
-        self._group_of: dict[int, _Group] = {}
+        self._gpu, self._cpu, self._prefills = _Group(_age), _Group(_turn), _Group(_age)
+        self._num_in_flight = 0
+        self._filed: dict[int, _Filed] = {}
         self._touched: dict[int, Request] = {}
-        self._served: set[int] = set()
-        self._turns = 0  # in which those were served
         self._ages: list[int] = []  # heap of ids that are, or were, CPU decodes at a boundary
         self._in_ages: set[int] = set()
-        self._reads: Counter[int] = Counter()  # tokens of KV that a visit of each on the CPU reads
         self._cpu_tokens = 0
 
     def touch(self, request: Request) -> None:
         self._touched[request.request_id] = request
 
-    def serve(self, request_ids: Collection[int]) -> None:
+    def serve(self, request_ids: Iterable[int]) -> None:
         """CPU decodes, in flight until now or not, have had their turn, all the same one, and each
-        gains a token before the next question, unless it is discarded."""
-        self._served.update(request_ids)
-        self._turns += bool(request_ids)
+        gains a token before the next question, unless it is discarded. What was touched is left to
+        the next question."""
+        served, cpu = [], self._cpu
+        for request_id in sorted(request_ids):
+            if request_id in self._touched:
+                continue
+            filed = self._filed[request_id]
+            if filed.group is cpu:
+                del cpu.members[request_id]
+            else:
+                self._num_in_flight -= 1
+                filed.group = cpu
+                self._note_age(request_id)
+            filed.reads += 1
+            served.append(filed.request)
+        self._cpu_tokens += len(served)
+        if served:
+            cpu.append(served)
 
     def park(self, requests: Iterable[Request]) -> None:
-        """CPU decodes of theirs have left for a pass: there their order does not matter, and they
-        read what they did."""
-        group_of, in_flight = self._group_of, self._in_flight
+        """CPU decodes of theirs have left for a pass: they read what they did."""
         for request in requests:
-            request_id = request.request_id
-            group = group_of.get(request_id)
-            if group is not None:
-                del group.members[request_id]
-            group_of[request_id] = in_flight
-            in_flight.members[request_id] = request
+            self._entry(request).group = None
+            self._num_in_flight += 1
 
     def discard(self, request: Request) -> None:
         """It runs no longer."""
         self._touched.pop(request.request_id, None)
-        self._served.discard(request.request_id)
-        self._cpu_tokens -= self._reads.pop(request.request_id, 0)
-        group = self._group_of.pop(request.request_id, None)
-        if group is not None:
-            del group.members[request.request_id]
+        if request.request_id in self._filed:
+            self._cpu_tokens -= self._entry(request).reads
+            del self._filed[request.request_id]
 
     @property
     def gpu_decodes(self) -> dict[int, Request]:
-        self._file()
+        if self._touched:
+            self._file()
         return self._gpu.members
 
     @property
     def cpu_decodes(self) -> dict[int, Request]:
         """At a token boundary."""
-        self._file()
+        if self._touched:
+            self._file()
         return self._cpu.members
 
     def cpu_decodes_by_age(self) -> Iterator[Request]:
         """At a token boundary, oldest first. To be read before anything changes."""
-        self._file()
+        if self._touched:
+            self._file()
         while self._ages and self._ages[0] not in self._cpu.members:
             self._in_ages.remove(heappop(self._ages))
+        if not self._ages:
+            return
+        yield self._cpu.members[self._ages[0]]  # who asks mostly wants no more
         ages = self._ages.copy()
+        heappop(ages)
         while ages:
             request = self._cpu.members.get(heappop(ages))
             if request is not None:
@@ -147,69 +167,77 @@ class RequestIndex:
     def cpu_tokens(self) -> int:
         """Tokens of KV that one visit of all requests on the CPU reads, prompts that are on their
         way there included."""
-        self._file()
+        if self._touched:
+            self._file()
         return self._cpu_tokens
 
     @property
     def prefills(self) -> dict[int, Request]:
-        self._file()
+        if self._touched:
+            self._file()
         return self._prefills.members
 
     def counts(self) -> tuple[int, int, int]:
         """GPU decodes, CPU decodes at a token boundary, requests in flight."""
-        self._file()
-        groups = self._gpu, self._cpu, self._in_flight
-        return len(groups[0].members), len(groups[1].members), len(groups[2].members)
+        if self._touched:
+            self._file()
+        return len(self._gpu.members), len(self._cpu.members), self._num_in_flight
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raises AssertionError unless all that run, and nothing else, is where a look at each of
+        them would put it, and in order."""
+        if self._touched:
+            self._file()
+        groups: dict[_Group | None, list[Request]] = {}
+        for request in running:
+            groups.setdefault(self._group(request), []).append(request)
+        for group in (self._gpu, self._cpu, self._prefills):
+            expected = sorted(groups.pop(group, []), key=group.key)
+            assert list(group.members.values()) == expected, "requests are not where they belong"
+            assert list(group.members) == [request.request_id for request in expected]
+        assert self._num_in_flight == len(groups.get(None, []))
+        assert self._filed.keys() == {request.request_id for request in running}
+        on_cpu = [request.num_tokens for request in running if request.placement is not GPU]
+        assert self._cpu_tokens == sum(on_cpu) == sum(each.reads for each in self._filed.values())
+        assert len(self._ages) == len(self._in_ages) and self._in_ages >= self._cpu.members.keys()
 
     def _file(self) -> None:
-        if not (self._touched or self._served):
-            return
-        filed: dict[_Group, list[Request]] = {}
-        group_of, reads = self._group_of, self._reads
-        for request_id, request in self._touched.items():
-            if (old := group_of.get(request_id)) is not None:
-                del old.members[request_id]
-            group = self._group(request)
-            group_of[request_id] = group
-            filed.setdefault(group, []).append(request)
-            if group is not self._in_flight:  # what leaves for a pass reads what it did
-                tokens = 0 if request.placement is GPU else request.num_tokens
-                self._cpu_tokens += tokens - reads.get(request_id, 0)
-                reads[request_id] = tokens
-        if self._served:
-            self._served.difference_update(self._touched)  # those were filed as they are by now
+        groups: dict[_Group, list[Request]] = {}
+        for request in self._touched.values():
+            filed = self._entry(request)
+            filed.group = group = self._group(request)
+            if group is None:  # what leaves for a pass reads what it did
+                self._num_in_flight += 1
+                continue
+            groups.setdefault(group, []).append(request)
+            tokens = 0 if request.placement is GPU else request.num_tokens
+            self._cpu_tokens += tokens - filed.reads
+            filed.reads = tokens
+            if group is self._cpu:
+                self._note_age(request.request_id)
         self._touched.clear()
-        if self._served:
-            self._cpu.append(self._take_served())
-        if on_cpu := filed.get(self._cpu):
-            self._note_ages({request.request_id for request in on_cpu})
-        for group, requests in filed.items():
+        for group, requests in groups.items():
             group.add(requests)
 
-    def _take_served(self) -> list[Request]:
-        """What `serve` was told of, out of its groups, in the order of their turns."""
-        served, idle, in_flight = self._served, self._cpu.members, self._in_flight.members
-        returned = served.difference(idle)
-        self._note_ages(returned)
-        self._group_of.update(zip(returned, repeat(self._cpu)))
-        requests = [(in_flight if i in returned else idle).pop(i) for i in sorted(served)]
-        self._reads.update(served)  # each reads one token more
-        self._cpu_tokens += len(served)
-        served.clear()
-        if self._turns > 1:
-            requests.sort(key=_last_served)  # keeps the older ones of a turn before the younger
-        self._turns = 0
-        return requests
+    def _entry(self, request: Request) -> _Filed:
+        """A new one, or the one that there is, taken out of its group."""
+        filed = self._filed.get(request.request_id)
+        if filed is None:
+            filed = self._filed[request.request_id] = _Filed(request)
+        elif filed.group is None:
+            self._num_in_flight -= 1
+        else:
+            del filed.group.members[request.request_id]
+        return filed
 
-    def _note_ages(self, request_ids: set[int]) -> None:
-        new = request_ids - self._in_ages
-        self._in_ages |= new
-        for request_id in new:
+    def _note_age(self, request_id: int) -> None:
+        if request_id not in self._in_ages:
+            self._in_ages.add(request_id)
             heappush(self._ages, request_id)
 
-    def _group(self, request: Request) -> _Group:
+    def _group(self, request: Request) -> _Group | None:
         if request.in_flight:
-            return self._in_flight
+            return None
         if not request.is_decoding:
             return self._prefills
         return self._gpu if request.placement is GPU else self._cpu

@@ -15,13 +15,9 @@ class News:
         self._admitted: dict[int, Admission] = {}
         self._new_blocks: dict[int, tuple[int, ...]] = {}
         self._moves: list[Move] = []
+        self.num_moved_blocks = 0  # blocks of KV that go to the other side
         self._released: list[int] = []
         self._dropped: list[int] = []
-
-    @property
-    def num_moved_blocks(self) -> int:
-        """Blocks of KV that go to the other side."""
-        return sum(len(move.source_blocks) for move in self._moves)
 
     def admit(self, request: Request) -> None:
         last_token = request.output_ids[-1] if request.output_ids else 0
@@ -36,6 +32,7 @@ class News:
 
     def move(self, move: Move) -> None:
         self._moves.append(move)
+        self.num_moved_blocks += len(move.source_blocks)
 
     def drop(self, request_id: int) -> None:
         """It ended in flight."""
@@ -48,16 +45,18 @@ class News:
             self._released.append(request_id)
 
     def take(self) -> dict[str, Any]:
-        """All of it, once: these fields of a `StepPlan`."""
-        told = {
+        """All of it, once: these fields of a `StepPlan`, none where nothing has happened."""
+        happened = self._new_blocks, self._moves, self._admitted, self._released, self._dropped
+        if not any(happened):
+            return {}
+        told: dict[str, Any] = {
             "moves": tuple(self._moves),
             "admitted": tuple(self._admitted.values()),
             "new_blocks": dict(self._new_blocks),
             "released": tuple(self._released),
             "dropped": tuple(self._dropped),
         }
-        for happened in (self._moves, self._released, self._dropped):
-            happened.clear()
-        for known in (self._admitted, self._new_blocks):
-            known.clear()
+        for each in happened:
+            each.clear()
+        self.num_moved_blocks = 0
         return told

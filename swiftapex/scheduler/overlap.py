@@ -32,9 +32,10 @@ def overlap_plan(
             visit = visit_us(cost, state.cpu_tokens, cohorts, state.running_on(CPU))
             keep = overlap_chunk_tokens(cost, main.load, in_flight, visit, state.cpu_free)
         cut_chunks(state, main, main.chunks, keep)
-    cohort = new_cohort(state, main, rows)
-    in_flight = state.num_in_flight + cohort.num_rows
-    cohorts = len(state.cohorts) + bool(cohort.num_rows)
-    a_pass = overlap_us(cost, main.load, in_flight, cohorts)
-    predicted = max(a_pass, cost.copy_us(state.moving_tokens))
-    return state.step_plan(pipeline, [main], [cohort], predicted, candidates_us, inequality)
+    new = [new_cohort(state, main, rows)] if rows else []
+    started = new[0].num_rows if new else 0
+    in_flight, cohorts = state.num_in_flight + started, len(state.cohorts) + bool(started)
+    predicted = overlap_us(cost, main.load, in_flight, cohorts)
+    if moving := state.moving_tokens:
+        predicted = max(predicted, cost.copy_us(moving))
+    return state.step_plan(pipeline, [main], new, predicted, candidates_us, inequality)

@@ -22,7 +22,7 @@ def add_prefill(state: SchedulerState, batch: BatchDraft, place: Place) -> None:
     """Chunks of running requests, oldest first, then of waiting ones, which start in order."""
     for request in state.prefilling():
         state.add_chunk(batch, request)
-    while batch.room > 0 and state.queue.num_waiting:
+    while state.queue.num_waiting and batch.room > 0:
         request = state.queue.first_waiting
         placement = place(batch, request)
         if placement is None:
@@ -68,7 +68,7 @@ def _older_waits(state: SchedulerState, request: Request) -> bool:
 
 
 def _gpu_has_room(state: SchedulerState, batch: BatchDraft, request: Request) -> bool:
-    rows = state.running_on(GPU) < batch.limits.max_batch_size
+    rows = state.running_on(GPU) < batch.max_rows
     return rows and state.can_start(request, GPU)
 
 

@@ -38,24 +38,24 @@ class SchedulerState(SchedulerView):
         batch.add(Row(request.request_id, request.placement, request.num_computed, None, True))
         self._serve(request)
 
-    def add_decodes(self, batch: BatchDraft, requests: Sequence[Request]) -> int:
+    def add_decodes(self, batch: BatchDraft, requests: list[Request]) -> int:
         """`add_decode` for free requests that decode on one side, in order, until the batch is full
         or one finds no block; returns how many were added."""
-        requests = list(requests[: batch.row_room])
+        requests = requests[: batch.row_room]
         if not requests:
             return 0
-        count, iteration = len(requests), self.iteration
-        ids = [request.request_id for request in requests]
-        starts = [request.num_computed for request in requests]
-        size = self.blocks.block_size
-        ends = [index for index, start in enumerate(starts) if start % size == 0]  # of a block
-        rooms = self.blocks.rooms_of([ids[index] for index in ends])
-        full = [index for index, room in zip(ends, rooms, strict=True) if starts[index] >= room]
-        gained = self.blocks.append_one([ids[index] for index in full])
-        for index, block in zip(full, gained, strict=False):
-            self._news.gain(ids[index], (block,))
-        if len(gained) < len(full):
-            count = full[len(gained)]
+        count, iteration, size = len(requests), self.iteration, self.blocks.block_size
+        ids: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []  # indices of those that need another block, or have it already
+        for index, request in enumerate(requests):
+            start = request.num_computed
+            ids.append(request.request_id)
+            starts.append(start)
+            if start % size == 0:
+                ends.append(index)
+        if ends:
+            count = self._extend(ids, starts, ends)
             del requests[count:], ids[count:], starts[count:]
         if requests:
             for request in requests:
@@ -168,12 +168,13 @@ class SchedulerState(SchedulerView):
         inequality: Inequality | None = None,
     ) -> StepPlan:
         """The plan of these batches, with all that the workers have not been told yet."""
-        for cohort in cohorts:
-            self.cohorts.add(row.request_id for row in cohort.rows)
+        new_cohorts = [cohort.sub_batch() for cohort in cohorts if cohort.num_rows]
+        for new in new_cohorts:
+            self.cohorts.add([row.request_id for row in new.rows])
         plan = StepPlan(
             pipeline,
-            tuple(batch.sub_batch() for batch in batches),
-            tuple(cohort.sub_batch() for cohort in cohorts if cohort.rows),
+            tuple(map(BatchDraft.sub_batch, batches)),
+            tuple(new_cohorts),
             predicted_us=predicted_us,
             candidates_us=dict(candidates_us or {}),
             inequality=inequality,
@@ -188,17 +189,18 @@ class SchedulerState(SchedulerView):
         """Books what an executed plan has ended: moves, cohorts, prefills through the staging area.
         The tokens that were computed (`num_computed`, of decodes too) are booked before, those that
         were sampled after it."""
-        self.cohorts.settle(in_flight)
-        running = self.queue.running_request
+        before, running = self._in_flight, self.queue.running_request
+        returned = before - in_flight
+        self.cohorts.settle(in_flight, returned)
         for move in plan.moves:
             self.blocks.finish_move(move.request_id)
             if (request := running(move.request_id)) is not None:
                 request.moving = False
         served = []  # CPU decodes
         for batch in plan.sub_batches + plan.new_cohorts:
-            for row in batch.rows:
+            for row in reversed(batch.rows):
                 if row.placement is GPU and row.token_ids is None:
-                    continue  # stays what and where it is
+                    break  # stays what and where it is, as do all before it
                 request_id = row.request_id
                 if request_id in in_flight or (request := running(request_id)) is None:
                     continue  # see below, or it has ended
@@ -207,15 +209,17 @@ class SchedulerState(SchedulerView):
                 else:  # a chunk, or of a cohort that was left alone
                     self._advanced(request)
         turn = self.iteration - 1  # until then it was under way
-        left = [request for i in in_flight - self._in_flight if (request := running(i)) is not None]
-        for request in left:
-            request.last_served, request.in_flight = turn, True
-        self._index.park(left)
-        for request_id in self._in_flight - in_flight:
+        if len(in_flight) > len(before) - len(returned):
+            left = [request for i in in_flight - before if (request := running(i)) is not None]
+            for request in left:
+                request.last_served, request.in_flight = turn, True
+            self._index.park(left)
+        for request_id in returned:
             if (request := running(request_id)) is not None:
                 request.last_served, request.in_flight = turn, False
                 served.append(request_id)
-        self._index.serve(served)
+        if served:
+            self._index.serve(served)
         self._in_flight = in_flight
         for request_id in [r for r in self._draining if r not in in_flight]:
             self._draining.remove(request_id)
@@ -229,9 +233,18 @@ class SchedulerState(SchedulerView):
         assert self.blocks.owners() == owners, "blocks are owned by a request that does not run"
         running = self.queue.running
         assert self._on_gpu == sum(r.placement is GPU for r in running)
-        assert self.num_in_flight == sum(r.in_flight for r in running)
-        on_cpu = [r.num_tokens for r in running if r.placement is not GPU]
-        assert self.cpu_tokens == sum(on_cpu)
+        self._index.check_integrity(running)
+        self.cohorts.check_integrity(self._in_flight)
+
+    def _extend(self, ids: list[int], starts: list[int], ends: list[int]) -> int:
+        """Another block for each of the requests at `ends` whose blocks are full; returns how many
+        of all requests, the first ones, have room for their next token then."""
+        rooms = self.blocks.rooms_of([ids[index] for index in ends])
+        full = [index for index, room in zip(ends, rooms, strict=True) if starts[index] >= room]
+        gained = self.blocks.append_one([ids[index] for index in full])
+        for index, block in zip(full, gained, strict=False):
+            self._news.gain(ids[index], (block,))
+        return full[len(gained)] if len(gained) < len(full) else len(ids)
 
     def _advanced(self, request: Request) -> None:
         """A chunk of it has been launched, or a pass left its cohort alone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from swiftapex.core.request import Placement
@@ -33,7 +33,7 @@ _CHOICE = 1.25  # CPU requests for each one that two sub-batches take: some are 
 _SAMPLE = 16  # decodes by which the CPU's time for one is told
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mix:
     """What there is to do, as it looks over many iterations."""
 
@@ -72,20 +72,19 @@ class Mix:
         prompt_share = state.queue.prompt_share() if prompts else 0.0
         most = state.limits.max_tokens_in_batch
         rows = min(state.limits.max_batch_size, most)
-        mix = Mix(min(on_gpu, rows), on_cpu, each, prompt_share, most, rows, on_cpu=cpu)
         running, coming = state.queue.num_running, state.queue.num_came_later
-        total = max(1, waiting + running + coming)
-        return replace(
-            mix,
-            known_tokens=mix.output * (waiting + running / 2),
-            coming_tokens=mix.output * coming,
-            beyond_gpu=max(0.0, 1 - on_gpu / total),
-        )
+        output = _output(each, prompt_share)
+        known_tokens, coming_tokens = output * (waiting + running / 2), output * coming
+        beyond_gpu = max(0.0, 1 - on_gpu / max(1, waiting + running + coming))
+        return Mix(
+            min(on_gpu, rows), on_cpu, each, prompt_share, most, rows,
+            known_tokens, coming_tokens, cpu, beyond_gpu,
+        )  # fmt: skip
 
     @property
     def output(self) -> float:
-        """Tokens of a request, which holds half of them on the average."""
-        return self.tokens_each / (self.prompt_share + 0.5)
+        """Tokens of a request."""
+        return _output(self.tokens_each, self.prompt_share)
 
     @property
     def prompt(self) -> int:
@@ -95,10 +94,18 @@ class Mix:
     def with_chunk(self, chunk: int) -> Load:
         """The GPU's decodes and `chunk` tokens of prefill: whole prompts, and a part of one with,
         on the average, half of the rest before it."""
-        decodes, prompt = self.gpu_decodes, self.prompt
+        decodes = self.gpu_decodes
+        if chunk == 0:
+            return Load(decodes, decodes * self.tokens_each, 0, (), decodes)
+        prompt = self.prompt
         whole, part = divmod(chunk, prompt)
         chunks = ((prompt, 0),) * whole + (((part, (prompt - part) // 2),) if part else ())
         return Load(decodes + chunk, decodes * self.tokens_each, 0, chunks, decodes)
+
+
+def _output(tokens_each: int, prompt_share: float) -> float:
+    """Tokens of a request's output, which holds half of them on the average."""
+    return tokens_each / (prompt_share + 0.5)
 
 
 class Steady(NamedTuple):
@@ -126,13 +133,14 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
     if decodes == 0:
         return Steady(0.0, 0.0, most)
     chunk, us = _chunk(mix, decodes), gpu_only_us(cost, mix.with_chunk(0))
-    at_hand = _steady(mix, decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk))).rate
+    at_hand = 0.0
     if chunk:
+        at_hand = _steady(mix, decodes, chunk, gpu_only_us(cost, mix.with_chunk(chunk))).rate
         with_prompts = max(1 - math.exp(-chunk / mix.prompt), chunk / (most - decodes))
         whole = gpu_only_us(cost, mix.with_chunk(round(chunk / with_prompts)))
         us += with_prompts * (whole - us)
     found = _steady(mix, decodes, chunk, us)
-    return found._replace(worth=found.rate, at_hand=at_hand)
+    return found._replace(worth=found.rate, at_hand=at_hand if chunk else found.rate)
 
 
 def asymmetric(cost: CostModel, mix: Mix) -> Steady:

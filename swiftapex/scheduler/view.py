@@ -48,12 +48,15 @@ class SchedulerView:
     def decoding(self, side: Placement) -> list[Request]:
         """Free requests whose next step is a decode on `side`, oldest first."""
         if side is GPU:
-            return list(self.gpu_decodes())
+            return self.gpu_decodes(self._on_gpu)
         return sorted(self.cpu_decodes(), key=lambda r: r.request_id)
 
-    def gpu_decodes(self) -> Lazily:
-        """As `decoding` on the GPU. To be read before a request moves, starts or yields."""
-        return self._unplanned(self._index.gpu_decodes)
+    def gpu_decodes(self, most: int) -> list[Request]:
+        """As `decoding` on the GPU, the first ones."""
+        requests = self._index.gpu_decodes
+        if self._planned:
+            return self._unplanned(requests).first(most)
+        return list(islice(requests.values(), most))
 
     def cpu_decodes(self) -> Lazily:
         """As `decoding` on the CPU, but least recently served first, older ones before younger. To
@@ -77,7 +80,8 @@ class SchedulerView:
 
     def prefilling(self) -> list[Request]:
         """Free running requests with tokens still to prefill, oldest first."""
-        return list(self._unplanned(self._index.prefills))
+        prefills = self._index.prefills
+        return list(self._unplanned(prefills)) if prefills else []
 
     def running_on(self, side: Placement) -> int:
         """Running requests whose blocks are on `side`, in flight or not."""
@@ -123,10 +127,13 @@ class SchedulerView:
         for twice that. All at once, in one iteration, would make everyone else wait for long."""
         skipped = self.limits.max_skipped
         since = self.iteration - skipped
-        most = max(1, -(-self.num_decoding(CPU) // max(1, skipped)))
+        most = 0
         found: list[Request] = []
         for request in requests:
-            if request.last_served >= since or len(found) == most:
+            if request.last_served >= since:
+                break
+            most = most or max(1, -(-self.num_decoding(CPU) // max(1, skipped)))
+            if len(found) == most:
                 break
             found.append(request)
         return found
