@@ -206,8 +206,8 @@ class SchedulerState(SchedulerView):
                     continue  # see below, or it has ended
                 if row.token_ids is None and request.num_computed > row.start:
                     served.append(request_id)
-                else:  # a chunk, or of a cohort that was left alone
-                    self._advanced(request)
+                elif row.token_ids is None or request.num_computed >= request.num_tokens - 1:
+                    self._advanced(request)  # of a cohort that was left alone, or it will decode
         turn = self.iteration - 1  # until then it was under way
         if len(in_flight) > len(before) - len(returned):
             left = [request for i in in_flight - before if (request := running(i)) is not None]
@@ -247,7 +247,8 @@ class SchedulerState(SchedulerView):
         return full[len(gained)] if len(gained) < len(full) else len(ids)
 
     def _advanced(self, request: Request) -> None:
-        """A chunk of it has been launched, or a pass left its cohort alone."""
+        """A chunk of it has been launched behind which it may decode, or a pass left its cohort
+        alone. Behind any other chunk it goes on prefilling, and nothing else changes."""
         if request.placement is STAGING and (
             request.is_decoding or request.num_computed == request.num_tokens
         ):

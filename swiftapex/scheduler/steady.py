@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from swiftapex.core.request import Placement
 from swiftapex.cost_model import (
@@ -52,7 +51,7 @@ class Mix:
     def of(state: SchedulerState) -> Mix:
         """Of what runs, and of what waits as far as there is KV for it. Prompts count while there
         are any."""
-        gpu, cpu = (state.running_on(side) for side in (Placement.GPU, Placement.CPU))
+        gpu, cpu = state.running_on(Placement.GPU), state.running_on(Placement.CPU)
         waiting = state.queue.num_waiting
         if cpu:
             each = state.cpu_tokens // cpu
@@ -68,18 +67,15 @@ class Mix:
 
         on_gpu = held(Placement.GPU, gpu, gpu + waiting)
         on_cpu = held(Placement.CPU, cpu, cpu + max(0, waiting - (on_gpu - gpu)))
-        prompts = waiting or any(True for _ in state.prefilling())
-        prompt_share = state.queue.prompt_share() if prompts else 0.0
+        prompt_share = state.queue.prompt_share() if waiting or state.prefilling() else 0.0
         most = state.limits.max_tokens_in_batch
         rows = min(state.limits.max_batch_size, most)
         running, coming = state.queue.num_running, state.queue.num_came_later
         output = _output(each, prompt_share)
-        known_tokens, coming_tokens = output * (waiting + running / 2), output * coming
+        known, coming_tokens = output * (waiting + running / 2), output * coming
         beyond_gpu = max(0.0, 1 - on_gpu / max(1, waiting + running + coming))
-        return Mix(
-            min(on_gpu, rows), on_cpu, each, prompt_share, most, rows,
-            known_tokens, coming_tokens, cpu, beyond_gpu,
-        )  # fmt: skip
+        own = min(on_gpu, rows), on_cpu, each, prompt_share, most, rows
+        return Mix(*own, known, coming_tokens, cpu, beyond_gpu)
 
     @property
     def output(self) -> float:
@@ -94,10 +90,7 @@ class Mix:
     def with_chunk(self, chunk: int) -> Load:
         """The GPU's decodes and `chunk` tokens of prefill: whole prompts, and a part of one with,
         on the average, half of the rest before it."""
-        decodes = self.gpu_decodes
-        if chunk == 0:
-            return Load(decodes, decodes * self.tokens_each, 0, (), decodes)
-        prompt = self.prompt
+        decodes, prompt = self.gpu_decodes, self.prompt if chunk else 1
         whole, part = divmod(chunk, prompt)
         chunks = ((prompt, 0),) * whole + (((part, (prompt - part) // 2),) if part else ())
         return Load(decodes + chunk, decodes * self.tokens_each, 0, chunks, decodes)
@@ -108,9 +101,9 @@ def _output(tokens_each: int, prompt_share: float) -> float:
     return tokens_each / (prompt_share + 0.5)
 
 
-class Steady(NamedTuple):
-    """An iteration that could go on for ever. A named tuple, since a comparison makes dozens, each
-    with its worth put in afterwards."""
+@dataclass(slots=True)
+class Steady:
+    """An iteration that could go on for ever."""
 
     rate: float  # tokens per µs
     us: float
@@ -140,7 +133,8 @@ def gpu_only(cost: CostModel, mix: Mix) -> Steady:
         whole = gpu_only_us(cost, mix.with_chunk(round(chunk / with_prompts)))
         us += with_prompts * (whole - us)
     found = _steady(mix, decodes, chunk, us)
-    return found._replace(worth=found.rate, at_hand=at_hand if chunk else found.rate)
+    found.worth, found.at_hand = found.rate, at_hand if chunk else found.rate
+    return found
 
 
 def asymmetric(cost: CostModel, mix: Mix) -> Steady:
@@ -165,7 +159,8 @@ def asymmetric(cost: CostModel, mix: Mix) -> Steady:
         fewer = [_two_batches(cost, mix, number) for number in _fewer(mix, hidden)]
         choice = _best([*fewer, *found[: shortest + 1]])
         top = max(top, choice.worth)
-    return choice._replace(worth=top)  # weighed against other strategies by the best there is
+    choice.worth = top  # weighed against other strategies by the best there is
+    return choice
 
 
 def _fewer(mix: Mix, than: int) -> list[int]:
@@ -232,8 +227,10 @@ def overlap(cost: CostModel, mix: Mix, cohorts: int | None) -> Steady:
     found = {number: _one_batch(cost, mix, number, cohorts) for number in numbers}
     best = _best(found.values())
     present = found.get(min(mix.on_cpu, mix.cpu_decodes), best)
-    nearly = present.worth >= _NEARLY * best.worth
-    return (present if nearly else best)._replace(worth=best.worth)
+    if present.worth < _NEARLY * best.worth:
+        return best
+    present.worth = best.worth
+    return present
 
 
 def _one_batch(cost: CostModel, mix: Mix, parked: int, cohorts: int | None) -> Steady:
@@ -272,7 +269,8 @@ def weighed(
     output to spread the cost over."""
     missing = found.on_cpu - mix.on_cpu
     if missing <= 0 or not mix.prompt_share or not found.rate:
-        return found._replace(worth=found.rate)
+        found.worth = found.rate
+        return found
     most, output = mix.max_tokens, mix.output
     prompt = Load(rows=most, chunks=((most, 0),))
     prompt_us = gpu_only_us(cost, prompt) / most * output * mix.prompt_share
@@ -280,7 +278,8 @@ def weighed(
     known, coming = mix.known_tokens, mix.coming_tokens
     of_a_token = min(max(0.0, prompt_us - spared_us) / known, prompt_us / (known + coming))
     worth = 1 / (1 / found.rate + missing * of_a_token)
-    return found._replace(worth=worth, there=mix.on_cpu / found.on_cpu)
+    found.worth, found.there = worth, mix.on_cpu / found.on_cpu
+    return found
 
 
 def _chunk(mix: Mix, tokens: float) -> int:
