@@ -69,11 +69,11 @@ _DECODE_SHARE = 0.25  # of --seconds and --warmup: such cells vary less
 # multiprocessors of an H200 with 14 threads.
 KEEPS = {
     (864, 64): {"fixed:asymmetric": 45},
-    (864, 256): {"fixed:asymmetric": 50, "model_based": 95},
-    (4096, 64): {"fixed:asymmetric": 45},
-    (4096, 256): {"fixed:asymmetric": 45, "model_based": 110},
+    (864, 256): {"fixed:asymmetric": 45, "model_based": 55},
+    (4096, 64): {"fixed:asymmetric": 30},
+    (4096, 256): {"fixed:asymmetric": 30, "model_based": 90},
     (26_400, 64): {"fixed:async_overlap": 14, "model_based": 0},
-    (26_400, 256): {"fixed:asymmetric": 60, "fixed:async_overlap": 20, "model_based": 125},
+    (26_400, 256): {"fixed:asymmetric": 60, "fixed:async_overlap": 20, "model_based": 145},
 }
 _SETUP_S, _PIN_S_PER_GIB, _RUN_S = 5.0, 0.4, 0.2  # of an engine, of a run beside its time; H200
 
