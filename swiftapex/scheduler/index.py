@@ -104,13 +104,14 @@ class RequestIndex:
         """CPU decodes, in flight until now or not, have had their turn, all the same one, and each
         gains a token before the next question, unless it is discarded. What was touched is left to
         the next question."""
-        served, cpu = [], self._cpu
+        served, cpu, touched, filed_of = [], self._cpu, self._touched, self._filed
+        idle = cpu.members
         for request_id in sorted(request_ids):
-            if request_id in self._touched:
+            if request_id in touched:
                 continue
-            filed = self._filed[request_id]
+            filed = filed_of[request_id]
             if filed.group is cpu:
-                del cpu.members[request_id]
+                del idle[request_id]
             else:
                 self._num_in_flight -= 1
                 filed.group = cpu
