@@ -10,7 +10,9 @@ The policy plans as in an engine, over the requests, lengths, KV and staging are
 `bench_regimes.py` gives it; the clock runs by a measured profile (`docs/results/profile_*.json`,
 chosen by the regime's model and multiprocessors, or `--profile`). What a profile does not hold is
 not simulated, such as a host that is late, and the policy knows all costs: online correction has
-nothing to learn. The same arguments give the same figures.
+nothing to learn. Nor does the clock know the order in which a pipeline of yours runs: its
+iterations take what those of the project's pipeline with the same shape of batches take. The same
+arguments give the same figures.
 
 - `--kinds whole` (default): all requests are there at once and run to their end (in `low-batch`
   too, which keeps to four at a time in windows only).
@@ -21,15 +23,19 @@ nothing to learn. The same arguments give the same figures.
   is that of draining the CPU, and a smaller `--start` comes nearer to what it keeps up.
 - `--kinds decode`: the same without new requests.
 
-Prints a line of JSON per run. Beside what `bench_hybrid.py` prints: `on_cpu_most` and `on_cpu_end`
-requests on the CPU, `filled_per_s` requests that were prefilled and did not end, per second
-(negative: drained), and by pipeline (`+ chunks`: with prompts) the share of `iterations` and of
-`time`. A run that is not possible has an `error` in their place; the exit code is then 1.
+Prints a line of JSON per run, with the name of its `profile`. `in_flight`: requests that a window
+begins with; `prefilled_requests` and `decoded_requests`: its prompt tokens and output tokens over
+the mean lengths, which agree within 5 % where it is `valid`; `--stretch`: so many times as long as
+`--seconds` it may last to become so. Beside what `bench_hybrid.py` prints: `on_cpu_most` and
+`on_cpu_end` requests on the CPU, `filled_per_s` requests that were prefilled and did not end, per
+second (negative: drained), and by pipeline (`+ chunks`: with prompts) the share of `iterations` and
+of `time`. A run that is not possible has an `error` in their place; the exit code is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -78,6 +84,27 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.profile is not None:
         measured_costs(args.profile)
+        for name in args.regimes:
+            check_profile(args.profile, REGIMES[name].model)
+
+
+def check_profile(path: Path, model: str) -> None:
+    """ConfigError where a profile says that it was measured on another model, or in another dtype:
+    times of one are nothing to simulate another by. The machine may be any."""
+    of = json.loads(path.read_text()).get("fingerprint", {})
+    meant = dataclasses.asdict(named_architecture(model))
+    differing = [
+        f"{key} is {of['model'][key]}, not {meant[key]}"
+        for key in ("hidden_size", "intermediate_size", "num_layers", "num_kv_heads", "vocab_size")
+        if of.get("model", meant)[key] != meant[key]
+    ]
+    if of.get("dtype", DTYPE) != DTYPE:
+        differing.append(f"dtype is {of['dtype']}, not {DTYPE}")
+    if differing:
+        raise ConfigError(
+            f"--profile {path}: it was measured on something else than {model}: "
+            f"{'; '.join(differing)}; choose the --regimes of its model"
+        )
 
 
 def make_engine(regime: Regime, strategy: str, args: argparse.Namespace) -> SimulatedEngine:
@@ -181,7 +208,7 @@ def arguments() -> argparse.Namespace:
     add("--requests", nargs="+", type=at_least(1, int), default=[1000], help="of whole runs")
     add("--start", type=start, help="what windows begin with, N or N:share")
     add("--seconds", type=at_least(1e-3, float), default=20.0, help="of a window")
-    add("--stretch", type=at_least(1, float), default=1.0, help="as for bench_hybrid.py")
+    add("--stretch", type=at_least(1, float), default=1.0, help="of a window until it is valid")
     add("--warmup", type=at_least(0, float), default=5.0, help="seconds before a window")
     add("--profile", type=Path, help="a JSON file with measured tables")
     add("--cpu-gib", type=at_least(0, float), default=74, help="of CPU KV")
@@ -218,6 +245,7 @@ def run(args: argparse.Namespace) -> bool:
                     found, failed = {"error": str(error)}, True
                 key = {"regime": name, "output": output, "policy": strategy, "kind": kind}
                 key |= {"requests": number} if kind == "whole" else {"start": first}
+                key["profile"] = (args.profile or profile_of(REGIMES[name])).name
                 took = {"simulated_in_s": round(time.perf_counter() - begin, 1)}
                 print(json.dumps(key | found | took), flush=True)
     return not failed

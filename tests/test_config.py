@@ -43,6 +43,14 @@ def refused(tmp_path: Path, text: str, *assignments: str) -> str:
     return message
 
 
+@pytest.mark.parametrize("written, meant", [("on", "on"), ("off", "off"), ("'on'", "on")])
+def test_a_profile_is_on_or_off_as_it_is_written(tmp_path: Path, written: str, meant: str) -> None:
+    in_file = GOOD.replace("engine:\n", f"engine:\n  profile: {written}\n")
+    assert in_file != GOOD
+    for found in (load(tmp_path, in_file), load(tmp_path, GOOD, f"engine.profile={written}")):
+        assert found.runs[0].engine.profile == meant
+
+
 def test_defaults_and_run_overrides(tmp_path: Path) -> None:
     experiment = load(tmp_path, GOOD)
     plain, other = experiment.runs
@@ -133,6 +141,7 @@ def test_resolved_file_can_be_run_again(tmp_path: Path) -> None:
         ("runs=[]", "runs: []: expected at least 1 entry"),
         ("runs.third.policy=x", "no entry 'third'; expected an index below 2 or gpu-only, other"),
         ("name=null", "name: None: expected a text"),
+        ("name=on", "name: True: expected a text (YAML reads on, off, yes and no as true"),
         ("block_size", "--set block_size: expected KEY.PATH=VALUE"),
         ("=3", "--set =3: expected KEY.PATH=VALUE"),
         ("engine.block_size=[1", "--set engine.block_size=[1: line 1: not valid YAML"),

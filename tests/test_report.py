@@ -368,6 +368,14 @@ def test_sentences_about_runs() -> None:
     runs = [result("slow").summary(), result("quick").summary()]
     runs[1]["output_tokens_per_s"] *= 2
     assert fastest(runs) == "Fastest: quick with 2.4 output tokens/s: 2.00 times slow."
+    for run in runs:
+        run |= {"cpu_token_share": 0.0, "policy": "apex"}
+    idle = " The CPU decoded nothing in any of them: these differences are not those of hybrid "
+    assert fastest(runs) == (
+        f"Fastest: quick with 2.4 output tokens/s: 2.00 times slow.{idle}execution."
+    )
+    alone = [run | {"policy": "gpu_only"} for run in runs]
+    assert fastest(alone) == "Fastest: quick with 2.4 output tokens/s: 2.00 times slow."
     assert fastest(runs[:1]) is None
     runs[1]["output_tokens_per_s"] = None
     assert fastest(runs) is None
@@ -420,6 +428,13 @@ def test_an_empty_window_is_said_with_what_to_change(tmp_path: Path) -> None:
     for holds in ({"middle": 0.5}, {"warmup_s": 0.9, "measure_s": 2.0}):
         assert warnings(with_window(holds)) == []
     assert warnings(result()) == []
+    disturbed = result()
+    span = BusySpan(0.0, BusyTimes(None, None), 5.0, BusyTimes(None, None), others=0.34)
+    disturbed = replace(disturbed, log=replace(disturbed.log, busy=span))
+    (beside,) = warnings(disturbed)
+    assert beside.startswith("Other processes took 34% of the CPUs' time meanwhile")
+    ranks = replace(disturbed.plan, engine=EngineConfig(tensor_parallel_size=2))
+    assert warnings(replace(disturbed, plan=ranks)) == []  # they are processes of their own
     write_report(tmp_path / "r.html", "x", "", [late], {}, {}, "")
     text = (tmp_path / "r.html").read_text()
     assert "gpu-only: Nothing was measured: the window began at 60 s" in text
@@ -471,10 +486,10 @@ def test_sentences_about_why_the_cpu_was_used() -> None:
     assert why(ITERATIONS) is None  # nothing was weighed
     text = why(WEIGHED)
     assert text == (
-        "In 1 iteration there was nothing that the CPU could have decoded in time, so that the GPU "
-        "ran alone. Requests per ms: asymmetric > GPU-only (Eq. 5): this held in 1 of 3 cases "
-        "(medians 8 against 10), and the CPU was used in 1 of them. 1 iteration had no GPU rows, "
-        "so that there was no GPU-only."
+        "In 1 iteration there was no request on the CPU that it could have decoded in time, so "
+        "that the GPU ran alone. Requests per ms: asymmetric > GPU-only (Eq. 5): this held in 1 of "
+        "3 cases (medians 8 against 10), and the CPU was used in 1 of them. 1 iteration had no GPU "
+        "rows, so that there was no GPU-only."
     )
 
 

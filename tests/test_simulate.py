@@ -209,6 +209,10 @@ def test_a_run_of_a_regime_is_the_same_again(
         ("--profile /none.json", "--profile /none.json: No such file"),
         (f"--profile {Path(__file__)}", "it holds no measured tables"),
         (f"--profile {SCRIPTS.parent}/docs/results/regimes.json", "it holds no measured tables"),
+        (
+            f"--profile {SCRIPTS.parent}/docs/results/profile_llama3.1-8b.json",
+            "measured on something else than llama2-7b: intermediate_size is 14336, not 11008",
+        ),
         ("--kinds window --start some", "--start: invalid start value: 'some'"),
         ("--kinds window --start 0", "--start: expected a number of at least 1, got 0"),
         ("--kinds window --start 9:2", "--start: expected a share of at most 1"),

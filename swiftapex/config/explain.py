@@ -107,6 +107,8 @@ def _message(
         at_leaf = not isinstance(first["input"], Mapping)
         return f"{where}: {value}: {reason}" if at_leaf else f"{where or 'file'}: {reason}"
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+    if isinstance(first["input"], bool) and expected == _EXPECTED["string_type"]:
+        expected += " (YAML reads on, off, yes and no as true and false: put it in quotes)"
     return f"{where or 'file'}: {value}: expected {expected}{_misspelt(first['input'], expected)}"
 
 

@@ -18,6 +18,7 @@ from swiftapex.config.values import (
     Bytes,
     Count,
     FileName,
+    OnOffOrText,
     PositiveFloat,
     PositiveInt,
     Tokens,
@@ -140,7 +141,7 @@ class EngineConfig(Section):
     max_batch_size: PositiveInt = 256
     max_tokens_in_batch: PositiveInt = 2048
     tensor_parallel_size: PositiveInt = 1
-    profile: str = "auto"
+    profile: OnOffOrText = "auto"
     profile_folder: str | None = None
     online_correction: bool = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -41,6 +41,14 @@ def parse_bytes(value: object) -> int:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+def _as_written(value: Any) -> Any:
+    """YAML reads on and off, unless they are in quotes, as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+OnOffOrText = Annotated[str, BeforeValidator(_as_written)]
 Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 # Tokens of a prompt or an output: more than models take, few enough to be made before one refuses.

@@ -75,8 +75,8 @@ def why(iterations: Sequence[IterationRecord]) -> str | None:
     sentences = []
     if no_choice:
         sentences.append(
-            f"In {counted(len(no_choice), 'iteration')} there was nothing that the CPU could have "
-            "decoded in time, so that the GPU ran alone."
+            f"In {counted(len(no_choice), 'iteration')} there was no request on the CPU that it "
+            "could have decoded in time, so that the GPU ran alone."
         )
     for words in dict.fromkeys(r.inequality.words for r in weighed if r.inequality):
         mine = [r for r in weighed if r.inequality is not None and r.inequality.words == words]
@@ -123,7 +123,14 @@ def fastest(runs: Sequence[Mapping[str, Any]]) -> str | None:
     )
     rate = f"{first['output_tokens_per_s']:.1f} output tokens/s"
     few = f": {ratios}" if len(others) <= 4 else ""
-    return f"Fastest: {label(first)} with {rate}{few}."
+    found = f"Fastest: {label(first)} with {rate}{few}."
+    uses_cpu = any(run["policy"] != "gpu_only" for run in rated)
+    if uses_cpu and all(run["cpu_token_share"] == 0 for run in rated):
+        found += (
+            " The CPU decoded nothing in any of them: these differences are not those of hybrid "
+            "execution."
+        )
+    return found
 
 
 def same_outputs(runs: Sequence[Mapping[str, Any]]) -> str | None:

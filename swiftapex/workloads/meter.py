@@ -9,6 +9,7 @@ from typing import Protocol
 from swiftapex.config.schema import WindowConfig
 from swiftapex.core.records import BusyTimes
 from swiftapex.workloads.energy import EnergyMeter, EnergyReading, EnergyUse, energy_between
+from swiftapex.workloads.other_work import CpuReading, others_share, read_cpus
 
 
 class Busy(Protocol):
@@ -18,13 +19,14 @@ class Busy(Protocol):
 @dataclass(frozen=True, slots=True)
 class BusySpan:
     """What the sides had computed at two moments, in seconds since the run's first arrival, and
-    the energy used between them."""
+    the energy used and the share of the CPUs' time that other processes took between them."""
 
     begin_s: float
     begin: BusyTimes
     end_s: float
     end: BusyTimes
     energy: EnergyUse = field(default=EnergyUse(None, None))
+    others: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class _Reading:
     time_s: float
     busy: BusyTimes
     energy: EnergyReading
+    cpus: CpuReading | None
 
 
 class RunMeter:
@@ -71,8 +74,9 @@ class RunMeter:
         if begin is None:
             return None
         energy = energy_between(begin.energy, end.energy)
-        return BusySpan(begin.time_s, begin.busy, end.time_s, end.busy, energy)
+        others = others_share(begin.cpus, end.cpus, end.time_s - begin.time_s)
+        return BusySpan(begin.time_s, begin.busy, end.time_s, end.busy, energy, others)
 
     def _read(self) -> _Reading:
         now_s = time.perf_counter() - self.start_s
-        return _Reading(now_s, self._engine.busy(), self._energy.read())
+        return _Reading(now_s, self._engine.busy(), self._energy.read(), read_cpus())
