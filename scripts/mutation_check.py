@@ -58,10 +58,10 @@ MUTATIONS = (
     Mutation(
         "a cohort parks with the residual of its first layer",
         "pipelines/walk.py",
-        "self._parked.park(layer, rider, self._x[rows], qkv[rows])",
-        "stale = self._parked.__dict__.setdefault('stale', {})\n"
+        "            self._parked.park(layer, rider, residual, qkv[rows])",
+        "            stale = self._parked.__dict__.setdefault('stale', {})\n"
         "            token = (rider.request_ids, rider.token_indices)\n"
-        "            kept = stale.setdefault(token, self._x[rows])\n"
+        "            kept = stale.setdefault(token, residual)\n"
         "            self._parked.park(layer, rider, kept, qkv[rows])",
     ),
     Mutation(
@@ -85,10 +85,10 @@ MUTATIONS = (
     Mutation(
         "the blocks that a move leaves are reused before the copy has read them",
         "kv/block_manager.py",
-        "        holding.side, count = target, len(holding.blocks)\n",
-        "        self._free[holding.side].extend(reversed(holding.blocks))\n"
+        "        holding.leaving = (holding.side, holding.blocks)\n"
+        "        self._num_leaving[holding.side] += len(holding.blocks)\n",
         "        holding.leaving = (holding.side, [])\n"
-        "        holding.side, count = target, len(holding.blocks)\n",
+        "        self._free[holding.side].extend(reversed(holding.blocks))\n",
     ),
     Mutation(
         "wrong position after a move",
@@ -106,8 +106,8 @@ MUTATIONS = (
     Mutation(
         "a decode's K and V are appended one position early",
         "worker/bind.py",
-        "    contexts = [row.start + row.num_tokens for row in rows]",
-        "    contexts = [row.start + row.num_tokens - row.is_decode for row in rows]",
+        "[row.start + row.num_tokens for row in self.rows], dtype",
+        "[row.start + row.num_tokens - row.is_decode for row in self.rows], dtype",
     ),
     Mutation(
         "the last block of a staged chunk is not written out",
@@ -131,21 +131,21 @@ MUTATIONS = (
     ),
     Mutation(
         "sampled tokens go to the wrong rows",
-        "worker/worker.py",
-        "self._table.store_tokens(request_ids, sampled.token_ids)",
-        "self._table.store_tokens(request_ids[::-1], sampled.token_ids)",
+        "worker/completion.py",
+        "self._table.last_tokens[slots] = sampled.token_ids",
+        "self._table.last_tokens[slots.flip(0)] = sampled.token_ids",
     ),
     Mutation(
         "a recomputed request does not bring its last token",
         "worker/request_table.py",
-        "self.last_tokens[slot] = admission.last_token",
-        "self.last_tokens[slot] = 0",
+        "self.last_tokens[slot].fill_(admission.last_token)",
+        "self.last_tokens[slot].fill_(0)",
     ),
     Mutation(
         "a rejoining cohort keeps the rotation of the rows before it",
         "pipelines/walk.py",
-        "_cat([batch.rotation for batch in self._batches()])",
-        "_cat([batch.rotation for batch in self._batches()]).roll(1, 0)",
+        "joined([batch.rotation for batch in self._batches()])",
+        "joined([batch.rotation for batch in self._batches()]).roll(1, 0)",
     ),
 )
 
