@@ -145,3 +145,6 @@ def test_an_engine_keeps_its_cpu_side_in_int8() -> None:
         assert [len(output.token_ids) for output in outputs] == [12, 12, 12]
     with pytest.raises(ConfigError, match="int8"):
         LLM(model, dtype="float32", policy="fastdecode", device="reference", **sides)
+    for size in (8, 144):  # not in an iteration, when it is too late
+        with pytest.raises(ConfigError, match=f"block_size: {size}, .* in int8"):
+            LLM(model, dtype="float32", policy="fastdecode", block_size=size, **sides)

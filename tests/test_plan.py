@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass, fields, replace
 
-from swiftapex.core.plan import Admission, Move, Row, StepPlan, SubBatch
+from swiftapex.core.plan import Admission, Inequality, Move, Row, StepPlan, SubBatch
 from swiftapex.core.request import Placement, SamplingParams
 
 GPU, CPU, STAGING = Placement.GPU, Placement.CPU, Placement.STAGING
+
+
+@dataclass
+class NotedPlan(StepPlan):
+    """For a pipeline of one's own."""
+
+    note: str = ""
 
 
 def test_a_plan_is_the_same_after_pickling() -> None:
@@ -26,10 +34,17 @@ def test_a_plan_is_the_same_after_pickling() -> None:
         released=(0,),
         dropped=(6,),
         predicted_us=12.5,
+        candidates_us={"asymmetric": 12.5, "sequential": 20.0},
+        inequality=Inequality("left > right", 2.0, 1.0),
     )
+    assert not [f.name for f in fields(plan) if getattr(plan, f.name) in ((), {}, None)]
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan
     assert again.sub_batches[0].rows[0].placement is GPU
+    noted = NotedPlan(*(getattr(plan, f.name) for f in fields(plan)), note="mine")
+    again = pickle.loads(pickle.dumps(replace(noted, pipeline="symmetric")))
+    assert type(again) is NotedPlan and again.note == "mine"
+    assert replace(again, pipeline="asymmetric") == noted
 
 
 def test_a_decode_takes_a_few_bytes() -> None:

@@ -190,6 +190,7 @@ def test_dry_run_runs_nothing(run: Runner, experiment: Path) -> None:
         ("{device: reference, cpu: {kv_dtype: int8}}", "int8 needs the native kernels"),
         ("{device: cuda, cpu: {kv_dtype: int8}}", "int8 cannot be copied from a GPU"),
         ("{device: cuda, block_size: 24}", "24, but KV in host memory needs a multiple of 16"),
+        ("{device: cuda, block_size: 256}", "needs a multiple of 16, at most 128, with device"),
     ],
 )
 def test_what_a_device_cannot_have_is_wrong_on_every_machine(

@@ -215,3 +215,19 @@ def test_cpu_decodes_served_in_two_turns_before_a_question_come_in_the_order_of_
         index.serve(served)
     assert list(index.cpu_decodes) == [1, 2, 4, 0, 3]
     assert index.cpu_tokens == sum(request.num_tokens for request in requests)
+
+
+def test_a_cpu_decode_that_leaves_before_anyone_has_asked_counts_as_others_do() -> None:
+    """Policies may go through the queue alone, and ask for nothing else."""
+    index = RequestIndex()
+    request = Request(0, (1, 2), SamplingParams(), 0.0, placement=Placement.CPU)
+    request.num_computed, request.output_ids = 2, [7]
+    index.touch(request)
+    request.in_flight = True
+    index.park([request])
+    assert index.counts() == (0, 0, 1) and index.cpu_tokens == 3
+    request.in_flight = False
+    index.serve([0])
+    request.num_computed, request.output_ids = 3, [7, 7]
+    assert index.counts() == (0, 1, 0) and index.cpu_tokens == 4
+    index.check_integrity([request])

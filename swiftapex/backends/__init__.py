@@ -58,10 +58,11 @@ def check_settings(engine: EngineConfig, with_cpu_side: bool) -> None:
         raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
     if device == "cuda" and is_int8:
         raise ConfigError("engine.cpu.kv_dtype: int8 cannot be copied from a GPU yet")
-    if device == "cuda" and engine.block_size % 16 != 0:
+    size = engine.block_size
+    if (device == "cuda" or is_int8) and (size % 16 != 0 or size > 128):  # see `takes_native`
         raise ConfigError(
-            f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of 16 "
-            "with device cuda"
+            f"engine.block_size: {size}, but KV in host memory needs a multiple of 16, at most "
+            f"128, {'in int8' if is_int8 else 'with device cuda'}"
         )
 
 

@@ -126,8 +126,8 @@ class StepPlan:
         return not (self.moves or self.new_cohorts or any(b.rows for b in self.sub_batches))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without the fields' names: half the bytes."""
-        return StepPlan, tuple([getattr(self, name) for name in self.__slots__])
+        """Pickled without the fields' names: half the bytes. Those of a subclass too."""
+        return type(self), tuple([getattr(self, name) for name in self.__dataclass_fields__])
 
 
 class CpuWork(NamedTuple):

@@ -207,13 +207,13 @@ class RequestIndex:
         for request in self._touched.values():
             filed = self._entry(request)
             filed.group = group = self._group(request)
-            if group is None:  # what leaves for a pass reads what it did
-                self._num_in_flight += 1
-                continue
-            groups.setdefault(group, []).append(request)
             tokens = 0 if request.placement is GPU else request.num_tokens
             self._cpu_tokens += tokens - filed.reads
             filed.reads = tokens
+            if group is None:
+                self._num_in_flight += 1
+                continue
+            groups.setdefault(group, []).append(request)
             if group is self._cpu:
                 self._note_age(request.request_id)
         self._touched.clear()
