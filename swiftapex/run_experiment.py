@@ -19,8 +19,8 @@ from typing import Any
 from swiftapex.backends import check_settings
 from swiftapex.config.explain import nearest
 from swiftapex.config.load import Experiment, RunPlan, load_experiment
+from swiftapex.config.schema import PROFILE_WORDS
 from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError, some_of
-from swiftapex.core.plugins import load_class
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.machine import lacking
@@ -28,8 +28,9 @@ from swiftapex.kv.sizing import kv_sizes
 from swiftapex.measure import EngineFactory, make_engine, measure
 from swiftapex.model.shard import check_divides
 from swiftapex.model.source import open_model
-from swiftapex.pipelines import PIPELINES
+from swiftapex.pipelines import PIPELINES, pipeline_class
 from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
+from swiftapex.profiler import store
 from swiftapex.ray_runs import RayRuns
 from swiftapex.report.environment import describe_environment
 from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
@@ -76,7 +77,8 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
 
 
 def check_runs(experiment: Experiment) -> None:
-    """ConfigError where a policy, a pipeline, a model or a workload cannot be what it says."""
+    """ConfigError where a policy, a pipeline, a model, a workload or a profile cannot be what it
+    says."""
     checked: list[Any] = []
     for plan in experiment.runs:
         where = f"{experiment.path}: runs.{plan.name}"
@@ -98,6 +100,8 @@ def _check_sizes(plan: RunPlan) -> None:
     sizes = kv_sizes(source.config, source.dtype, engine, length, uses_cpu=True)
     if plan.peer is None:
         check_settings(engine, bool(sizes.cpu_blocks) and _uses_cpu(plan))
+        if engine.profile not in PROFILE_WORDS:
+            store.read_any(Path(engine.profile))
 
 
 def _uses_cpu(plan: RunPlan) -> bool:
@@ -115,7 +119,7 @@ def _check_strategy(plan: RunPlan, where: str) -> None:
         pipeline = policy.removeprefix(FIXED_PREFIX)
         _check_name("pipeline", pipeline, PIPELINES, where)
         if ":" in pipeline:  # the package's own exist, and loading one loads torch
-            _check(partial(load_class, "pipeline", pipeline, {}), where)
+            _check(partial(pipeline_class, pipeline), where)
     else:
         _check_name("policy", policy, POLICIES, where)
     _check(partial(make_policy, policy, plan.policy_args), where)

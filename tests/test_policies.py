@@ -15,6 +15,7 @@ from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import Row, StepPlan
 from swiftapex.core.request import Request, SamplingParams
 from swiftapex.cost_model import Load, overlap_us, spare_us
+from swiftapex.pipelines import pipeline_class
 from swiftapex.policies import POLICIES, make_policy
 from swiftapex.policies.apex import Strategy, select_strategy
 from swiftapex.policies.model_based import ModelBased
@@ -416,6 +417,15 @@ def test_fixed_shapes_and_their_errors() -> None:
 def test_what_is_no_policy_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}': expected a class with a plan"):
         make_policy(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["json:loads", "swiftapex.policies.gpu_only:GpuOnly", "swiftapex.pipelines.base:Pipeline"],
+)
+def test_what_is_no_pipeline_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}': expected a class with a step"):
+        pipeline_class(name)
 
 
 def test_policies_import_neither_pipelines_nor_each_other() -> None:

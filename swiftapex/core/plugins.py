@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,3 +30,11 @@ def load_class(kind: str, name: str, known: Mapping[str, str]) -> type[Any]:
         ) from error
     except AttributeError as error:
         raise ConfigError(f"{kind} {name!r}: {module_name} has no {class_name!r}") from error
+
+
+def check_class(kind: str, name: str, found: Any, method: str, base: str) -> None:
+    """ConfigError where `found`, which `name` stands for, is no class that can be a `kind`: with
+    `method`, and nothing abstract left. `base`: what such a class is derived from."""
+    if isinstance(found, type) and hasattr(found, method) and not inspect.isabstract(found):
+        return
+    raise ConfigError(f"{kind} {name!r}: expected a class with a {method}(), derived from {base}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plugins import load_class
+from swiftapex.core.plugins import check_class, load_class
 
 if TYPE_CHECKING:
     from swiftapex.policies.base import Policy
@@ -31,12 +31,7 @@ def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
         args["pipeline"] = name.removeprefix(FIXED_PREFIX)
         name = "swiftapex.policies.fixed:Fixed"
     policy_class = load_class("policy", name, POLICIES)
-    is_policy = isinstance(policy_class, type) and hasattr(policy_class, "plan")
-    if not is_policy or inspect.isabstract(policy_class):
-        raise ConfigError(
-            f"policy {shown!r}: expected a class with a plan(), derived from "
-            "swiftapex.policies.base.Policy"
-        )
+    check_class("policy", shown, policy_class, "plan", "swiftapex.policies.base.Policy")
     try:
         inspect.signature(policy_class).bind(**args)
     except TypeError as error:
