@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plugins import check_class, load_class
+from swiftapex.core.plugins import check_arguments, check_class, load_class
 
 if TYPE_CHECKING:
     from swiftapex.policies.base import Policy
@@ -38,6 +38,7 @@ def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
         known = [p for p in inspect.signature(policy_class).parameters if p != "pipeline"]
         takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
         raise ConfigError(f"policy {shown!r} does not take {asked}: {takes}") from error
+    check_arguments(policy_class, args, f"policy {shown!r}")
     try:
         return policy_class(**args)  # type: ignore[no-any-return]
     except TypeError as error:
