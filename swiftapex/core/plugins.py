@@ -49,6 +49,18 @@ def check_class(kind: str, name: str, found: Any, method: str, base: str) -> Non
     raise ConfigError(f"{kind} {name!r}: expected a class with a {method}(), derived from {base}")
 
 
+def misreturned(maker: Any, method: str, returned: Any, expected: type[Any], by: str) -> str | None:
+    """What is wrong where `method` of the policy or pipeline `maker` returned something else than
+    it must, or None. `by`: what makes an `expected`."""
+    if isinstance(returned, expected):
+        return None
+    made, what = type(maker), None if returned is None else type(returned).__name__
+    return (
+        f"{method}() of {made.__module__}:{made.__qualname__} returned {what}: "
+        f"expected a {expected.__name__}, as `{by}` gives"
+    )
+
+
 def check_arguments(made: type[Any], arguments: Mapping[str, Any], where: str) -> None:
     """ConfigError for an argument of the constructor whose value is of another type than it is
     annotated with. Only plain types of a YAML file are looked at."""

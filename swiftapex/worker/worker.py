@@ -9,8 +9,10 @@ import torch
 from swiftapex.attention import Attention
 from swiftapex.backends import make_backends
 from swiftapex.config.schema import EngineConfig
+from swiftapex.core.errors import EngineError
 from swiftapex.core.ops import AttentionBatch, Group
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
+from swiftapex.core.plugins import misreturned
 from swiftapex.core.records import BusyTimes, DeviceMemory
 from swiftapex.core.request import Placement
 from swiftapex.core.trace import TraceRecorder
@@ -154,7 +156,11 @@ class Worker:
             moves = self._store.start_moves(plan.moves, self._copies)
         result = StepResult()
         if self._parked.request_ids or any(b.rows for b in plan.sub_batches + plan.new_cohorts):
-            result = self._pipeline(plan.pipeline).step(plan)
+            pipeline = self._pipeline(plan.pipeline)
+            result = pipeline.step(plan)
+            wrong = misreturned(pipeline, "step", result, StepResult, "parts.complete")
+            if wrong:
+                raise EngineError(wrong)
         for staged in self._staged:
             staged.finish()
         self._staged.clear()
