@@ -1,7 +1,8 @@
 """Runs an experiment file: `python -m swiftapex.run_experiment EXP.yaml`.
 
 Exit code 0: done. 2: the file or the command line is wrong, nothing ran. 1: a run failed or was
-interrupted; the finished ones are kept and reported. The last line printed is the result folder.
+interrupted; the finished ones are kept and reported. The last line printed is the result folder,
+which is not left where no run began.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
 from swiftapex.profiler import store
 from swiftapex.ray_runs import RayRuns
 from swiftapex.report.environment import describe_environment
-from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
+from swiftapex.report.files import (
+    RunResult,
+    create_folder,
+    remove_folder,
+    write_json,
+    write_run,
+    write_summary,
+)
 from swiftapex.report.table import results_table
 from swiftapex.report.warnings import warnings
 from swiftapex.workloads.build import check_workload
@@ -61,6 +69,8 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
                 ray_runs = RayRuns(options.ray, experiment.runs, iterations)
                 stack.callback(ray_runs.close)
                 run = ray_runs.result
+            parents = (options.out / experiment.config.name, options.out)
+            new = [parent for parent in parents if not parent.exists()]
             folder = create_folder(options.out, experiment.config.name)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -71,6 +81,10 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
         session = _Session(experiment, folder, run)
         session.describe(arguments if arguments is not None else sys.argv[1:])
         complete = session.run_all()
+    if not session.has_results:
+        remove_folder(folder, new)
+        _say("no run began: no results are left")
+        return 1
     session.report()
     print(folder)
     return 0 if complete else 1
@@ -152,6 +166,7 @@ class _Session:
         self._results: list[RunResult] = []
         self._failures: dict[str, str] = {}
         self._environment: dict[str, Any] = {}
+        self.has_results = False  # or a traceback, which somebody will want to read
 
     def describe(self, arguments: Sequence[str]) -> None:
         """Writes what is known before the first run."""
@@ -208,6 +223,7 @@ class _Session:
         except Exception as error:
             known = isinstance(error, SwiftapexError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
+            self.has_results |= not known
             text = "".join(traceback.format_exception(error))
             (self._folder / plan.folder / "error.txt").write_text(text, encoding="utf-8")
             self._fail(plan, reason, "" if known else f" (where: {plan.folder}/error.txt)")
@@ -226,6 +242,7 @@ class _Session:
         folder = self._folder / plan.folder
         folder.mkdir()
         result, trace = self._measure(plan)
+        self.has_results = True
         write_run(folder, result)
         trace.write(folder / "trace.json")
         return result

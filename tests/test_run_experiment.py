@@ -15,6 +15,7 @@ import torch
 from fake_engine import FakeEngine
 
 from swiftapex.config.load import RunPlan
+from swiftapex.core.errors import ConfigError
 from swiftapex.kv import host_memory
 from swiftapex.ray_runs import RayRuns
 from swiftapex.run_experiment import main
@@ -428,6 +429,22 @@ def test_an_engine_that_cannot_be_made_is_a_failed_run(run: Runner, experiment: 
 
     assert run(experiment, makers=(broken, FakeEngine)) == 1
     assert run.summary["failed_runs"][0]["error"] == "OSError: no such device"
+
+
+@pytest.mark.parametrize("end", [ConfigError("no GPU here"), KeyboardInterrupt()])
+def test_no_folder_is_left_where_no_run_began(
+    run: Runner, experiment: Path, end: BaseException
+) -> None:
+    def broken() -> FakeEngine:
+        raise end
+
+    for _ in range(2):
+        assert run(experiment, makers=(broken,)) == 1
+        assert run.stdout == "" and "no run began" in run.stderr
+        assert not run.out.exists()
+    run.out.mkdir()
+    assert run(experiment, makers=(broken,)) == 1
+    assert list(run.out.iterdir()) == []  # it was there before
 
 
 def test_all_requests_failed_is_a_failed_run(run: Runner, experiment: Path) -> None:
