@@ -2,8 +2,9 @@
 
 Takes folders of `run_experiment` and of `scripts/reproduce.py` (or of its `--copy-to`). Runs are
 matched by name and swept values, a figure's points by series and x; where each folder has one run,
-those two. Different requests are refused, unless told otherwise: such numbers do not compare; runs
-are then matched by name alone where that is clear. Exit code 0: compared; 2: they cannot be.
+those two. Settings that differ are named. Different requests are refused, unless told otherwise:
+such numbers do not compare; runs are then matched by name alone where that is clear. Exit code 0:
+compared; 2: they cannot be.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def compare(first: Path, second: Path, different_workloads: bool = False) -> str
             )
         lines += [f"{a.label}" if a.label == b.label else f"{a.label} (A), {b.label} (B)"]
         lines += [f"Other requests: {'; '.join(differences)}."] if differences else []
+        lines += _settings(a, b)
         lines += [text_table(list(_rows(a, b))), *_same_tokens(a, b), ""]
     lines += [f"In one of them only: {', '.join(alone)}."] if alone else []
     return "\n".join(lines).rstrip()
@@ -139,6 +141,24 @@ def _other_requests(a: Run, b: Run) -> Iterator[str]:
             yield f"max_model_len: {a.max_model_len} and {b.max_model_len}"
     elif hashes[0] != hashes[1]:
         yield f"asked for, after over_length: {_asked(a)} and {_asked(b)}"
+
+
+def _settings(a: Run, b: Run) -> list[str]:
+    """Which settings differ; their keys are those of the experiment file."""
+    if a.settings is None or b.settings is None:
+        return []
+    keys = dict.fromkeys((*a.settings, *b.settings))
+    shown = {key: [_setting(run.settings or {}, key) for run in (a, b)] for key in keys}
+    differing = [f"  {key}: {one} against {other}" for key, (one, other) in shown.items()
+                 if one != other]  # fmt: skip
+    return ["Settings, A against B:", *differing] if differing else ["The same settings."]
+
+
+def _setting(settings: Mapping[str, Any], key: str) -> str:
+    value = settings.get(key)
+    if value is None:  # null, an empty mapping
+        return "not given"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _asked(run: Run) -> str:

@@ -4,8 +4,10 @@
     python -m swiftapex.profile --model llama2-7b --device cuda [--set engine.gpu.sm_count=8]
 
 Looks for the profile of exactly this model, engine and machine, and measures it where there is
-none, or with --redo in any case. Prints its tables, says which of them noise has spoilt, and draws
-them beside it. Exit code 0: done; 2: the file or the command line is wrong.
+none, or with --redo in any case. Of a file's runs it takes the one of --run, else the first that
+uses the CPU; runs that do not use it have a profile of their own. Prints its tables, says which of
+them noise has spoilt, and draws them beside it. Exit code 0: done; 2: the file or the command line
+is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftapex.config.load import load_experiment, parse_section
+from swiftapex.config.load import RunPlan, load_experiment, parse_section
 from swiftapex.config.overrides import parse_assignment, with_value
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, ModelLoadError
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _check_picture(options.draw)
-        model, engine, policy, policy_args = _subject(options)
+        model, engine, policy, policy_args, words = _subject(options)
+        print("".join(f"{line}\n" for line in words), end="", flush=True)
         standing = _engine(model, engine, policy, policy_args)
     except (ConfigError, ModelLoadError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -83,20 +86,23 @@ def _engine(
 
 def _subject(
     options: argparse.Namespace,
-) -> tuple[ModelSection, EngineConfig, str, Mapping[str, Any]]:
+) -> tuple[ModelSection, EngineConfig, str, Mapping[str, Any], list[str]]:
     """Model, engine, policy and its arguments: of a run of the experiment (the named one, or the
-    first that uses the CPU side), or of the command line."""
+    first that uses the CPU side), or of the command line. With lines that say which run it is."""
     if (options.experiment is None) == (options.model is None):
         raise ConfigError("expected either an experiment file or --model")
     if options.experiment is not None:
         runs = load_experiment(options.experiment, options.set).runs
+        runs = tuple(run for run in runs if run.peer is None)
         chosen = [run for run in runs if options.run in (None, run.name)]
         if not chosen:
-            names = ", ".join(run.name for run in runs)
+            names = (
+                ", ".join(dict.fromkeys(run.name for run in runs)) or "no engine of this package"
+            )
             raise ConfigError(f"--run {options.run}: expected one of {names}")
-        with_cpu = (r for r in chosen if make_policy(r.policy, r.policy_args).uses_cpu)
-        run = next(with_cpu, chosen[0])
-        return run.model, run.engine, run.policy, run.policy_args
+        run = next(filter(_uses_cpu, chosen), chosen[0])
+        words = _words(options.experiment, run, runs)
+        return run.model, run.engine, run.policy, run.policy_args, words
     is_path = options.model.startswith("package:") or Path(options.model).exists()
     data: dict[str, Any] = {"engine": {"device": options.device}}
     data["model"] = (
@@ -111,7 +117,24 @@ def _subject(
         parse_section(EngineConfig, data["engine"], "engine"),
         "model_based",
         {},
+        [],
     )
+
+
+def _uses_cpu(run: RunPlan) -> bool:
+    return make_policy(run.policy, run.policy_args).uses_cpu
+
+
+def _words(path: Path, run: RunPlan, runs: Sequence[RunPlan]) -> list[str]:
+    """Which run's profile it is, and which runs have another one for what they do not use."""
+    uses_cpu = _uses_cpu(run)
+    others = list(dict.fromkeys(other.name for other in runs if _uses_cpu(other) != uses_cpu))
+    which = "uses" if uses_cpu else "does not use"
+    lines = [f"run {run.folder} of {path}, which {which} the CPU"]
+    if others:
+        do = "do not" if uses_cpu else "do"
+        lines += [f"runs that {do} have a profile of their own: --run {', '.join(others)}"]
+    return lines
 
 
 def _title(fingerprint: Mapping[str, Any]) -> str:
@@ -175,7 +198,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="an architecture (with dummy weights) or a model's path")
     parser.add_argument("--device", default="cpu", help="with --model; default: cpu")
     parser.add_argument("--dtype", default="auto", help="with --model and an architecture")
-    parser.add_argument("--run", help="which run of the experiment")
+    parser.add_argument(
+        "--run",
+        help="which run of the experiment; default: the first that uses the CPU "
+        "(runs that leave it out have a profile of their own)",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
     parser.add_argument("--redo", action="store_true", help="measure even if there is a profile")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="where the curves go")

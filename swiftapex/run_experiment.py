@@ -1,7 +1,8 @@
 """Runs an experiment file: `python -m swiftapex.run_experiment EXP.yaml`.
 
 Exit code 0: done. 2: the file or the command line is wrong, nothing ran. 1: a run failed or was
-interrupted; the finished ones are kept and reported. The last line printed is the result folder.
+interrupted; the finished ones are kept and reported. The last line printed is the result folder,
+which is not left where no run began.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 from swiftapex.backends import check_settings
 from swiftapex.config.explain import nearest
 from swiftapex.config.load import Experiment, RunPlan, load_experiment
+from swiftapex.config.schema import PROFILE_WORDS
 from swiftapex.core.errors import ConfigError, ModelLoadError, SwiftapexError, some_of
-from swiftapex.core.plugins import load_class
 from swiftapex.core.trace import TraceRecorder
 from swiftapex.engine.checks import check_supported, max_model_len
 from swiftapex.engine.machine import lacking
@@ -28,11 +29,19 @@ from swiftapex.kv.sizing import kv_sizes
 from swiftapex.measure import EngineFactory, make_engine, measure
 from swiftapex.model.shard import check_divides
 from swiftapex.model.source import open_model
-from swiftapex.pipelines import PIPELINES
+from swiftapex.pipelines import PIPELINES, pipeline_class
 from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
+from swiftapex.profiler import store
 from swiftapex.ray_runs import RayRuns
 from swiftapex.report.environment import describe_environment
-from swiftapex.report.files import RunResult, create_folder, write_json, write_run, write_summary
+from swiftapex.report.files import (
+    RunResult,
+    create_folder,
+    remove_folder,
+    write_json,
+    write_run,
+    write_summary,
+)
 from swiftapex.report.table import results_table
 from swiftapex.report.warnings import warnings
 from swiftapex.workloads.build import check_workload
@@ -60,6 +69,8 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
                 ray_runs = RayRuns(options.ray, experiment.runs, iterations)
                 stack.callback(ray_runs.close)
                 run = ray_runs.result
+            parents = (options.out / experiment.config.name, options.out)
+            new = [parent for parent in parents if not parent.exists()]
             folder = create_folder(options.out, experiment.config.name)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -70,13 +81,18 @@ def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_e
         session = _Session(experiment, folder, run)
         session.describe(arguments if arguments is not None else sys.argv[1:])
         complete = session.run_all()
+    if not session.has_results:
+        remove_folder(folder, new)
+        _say("no run began: no results are left")
+        return 1
     session.report()
     print(folder)
     return 0 if complete else 1
 
 
 def check_runs(experiment: Experiment) -> None:
-    """ConfigError where a policy, a pipeline, a model or a workload cannot be what it says."""
+    """ConfigError where a policy, a pipeline, a model, a workload or a profile cannot be what it
+    says."""
     checked: list[Any] = []
     for plan in experiment.runs:
         where = f"{experiment.path}: runs.{plan.name}"
@@ -98,6 +114,8 @@ def _check_sizes(plan: RunPlan) -> None:
     sizes = kv_sizes(source.config, source.dtype, engine, length, uses_cpu=True)
     if plan.peer is None:
         check_settings(engine, bool(sizes.cpu_blocks) and _uses_cpu(plan))
+        if engine.profile not in PROFILE_WORDS:
+            store.read_any(Path(engine.profile))
 
 
 def _uses_cpu(plan: RunPlan) -> bool:
@@ -115,7 +133,7 @@ def _check_strategy(plan: RunPlan, where: str) -> None:
         pipeline = policy.removeprefix(FIXED_PREFIX)
         _check_name("pipeline", pipeline, PIPELINES, where)
         if ":" in pipeline:  # the package's own exist, and loading one loads torch
-            _check(partial(load_class, "pipeline", pipeline, {}), where)
+            _check(partial(pipeline_class, pipeline), where)
     else:
         _check_name("policy", policy, POLICIES, where)
     _check(partial(make_policy, policy, plan.policy_args), where)
@@ -148,6 +166,7 @@ class _Session:
         self._results: list[RunResult] = []
         self._failures: dict[str, str] = {}
         self._environment: dict[str, Any] = {}
+        self.has_results = False  # or a traceback, which somebody will want to read
 
     def describe(self, arguments: Sequence[str]) -> None:
         """Writes what is known before the first run."""
@@ -204,6 +223,7 @@ class _Session:
         except Exception as error:
             known = isinstance(error, SwiftapexError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
+            self.has_results |= not known
             text = "".join(traceback.format_exception(error))
             (self._folder / plan.folder / "error.txt").write_text(text, encoding="utf-8")
             self._fail(plan, reason, "" if known else f" (where: {plan.folder}/error.txt)")
@@ -222,6 +242,7 @@ class _Session:
         folder = self._folder / plan.folder
         folder.mkdir()
         result, trace = self._measure(plan)
+        self.has_results = True
         write_run(folder, result)
         trace.write(folder / "trace.json")
         return result

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from swiftapex.compare import main
+from swiftapex.report.results import _settings
 from swiftapex.run_experiment import main as run_experiment
 
 EXPERIMENT = """
@@ -73,6 +74,42 @@ def test_other_requests_are_refused_unless_told(folders: Any, capsys: Any) -> No
     assert "seed: 0 and 5" in capsys.readouterr().err
     assert main([str(a), str(folders("model={architecture: smollm2-135m, weights: dummy}"))]) == 2
     assert "model: tiny and smollm2-135m" in capsys.readouterr().err
+
+
+def test_which_settings_differ(folders: Any, capsys: Any) -> None:
+    def section(a: Path, b: Path, name: str) -> list[str]:
+        assert main([str(a), str(b), "--different-workloads"]) == 0
+        sections = capsys.readouterr().out.split("\n\n")
+        return next(s for s in sections if s.startswith(name)).splitlines()  # type: ignore[no-any-return]
+
+    a = folders()
+    for name in ("one", "two"):
+        assert section(a, folders(prompts="d e"), name)[2] == "The same settings."
+    b = folders(
+        "engine.max_batch_size=4",
+        "runs.one.engine.gpu.kv_tokens=64",
+        "runs.two.policy_args.shape=one",
+        "workload.slo.ttft_ms=5",
+        "model.dtype=float32",
+    )
+    settings, dtype = "Settings, A against B:", "  model.dtype: auto against float32"
+    batch = "  engine.max_batch_size: 256 against 4"
+    kv = "  engine.gpu.kv_tokens: 4096 against 64"
+    assert section(a, b, "one")[1:5] == [settings, dtype, kv, batch]
+    two = section(a, b, "two")
+    assert two[1:5] == [settings, dtype, batch, "  policy_args.shape: not given against one"]
+    assert "  workload.slo.ttft_ms: not given against 5.0" in two
+    assert "kv_tokens" not in str(two)
+    neo = folders(runs="[{name: one, policy: neo}]")
+    assert "  policy: gpu_only against neo" in section(a, neo, "one")
+    capsys.readouterr()
+
+
+def test_the_settings_of_other_engines_are_their_own() -> None:
+    run = {"model": {"path": "m", "dtype": "auto"}, "workload": {}, "policy": "peer"}
+    found = _settings(run | {"engine": {"block_size": 32}, "peer": {"url": "http://a/v1"}})
+    assert found["peer.url"] == "http://a/v1"
+    assert not [key for key in found if key.startswith(("engine", "policy"))]
 
 
 def test_a_window_and_a_limit_do_not_make_other_requests(folders: Any) -> None:

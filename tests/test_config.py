@@ -16,6 +16,7 @@ from swiftapex.config.values import parse_bytes
 from swiftapex.core.errors import ConfigError
 from swiftapex.engine.checks import check_supported
 
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 GOOD = """
 name: example
 model: {architecture: tiny, weights: dummy}
@@ -299,3 +300,12 @@ def test_a_preset_fills_in_what_is_not_given() -> None:
         gpu(preset="v100")
     with pytest.raises(ConfigError, match=r"gpu\.preset: 't4' is not supported with device cpu"):
         check_supported(parse_section(EngineConfig, {"gpu": {"preset": "t4"}}, "engine"))
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*/*.yaml")), ids=str)
+def test_a_figure_is_no_experiment(path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_experiment(path, ["seed=1"])
+    name = path.relative_to(EXPERIMENTS).with_suffix("").as_posix()
+    (line,) = str(error.value).splitlines()
+    assert f"a figure, not an experiment: run `python scripts/reproduce.py {name}`" in line

@@ -28,7 +28,7 @@ POLICIES: dict[str, tuple[str, dict[str, object]]] = {
     "asymmetric": ("fixed:asymmetric", {}),
     "symmetric": ("fixed:symmetric", {}),
     "async_overlap": ("fixed:async_overlap", {}),
-    "async_overlap-1": ("fixed:async_overlap", {"cohorts": 1}),
+    "async_overlap-2": ("fixed:async_overlap", {"cohorts": 2}),
 }
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from harness import CPU, GPU, STAGING, ConstantCostModel, Harness
@@ -15,8 +16,10 @@ from swiftapex.core.errors import ConfigError
 from swiftapex.core.plan import Row, StepPlan
 from swiftapex.core.request import Request, SamplingParams
 from swiftapex.cost_model import Load, overlap_us, spare_us
+from swiftapex.pipelines import pipeline_class
 from swiftapex.policies import POLICIES, make_policy
 from swiftapex.policies.apex import Strategy, select_strategy
+from swiftapex.policies.gpu_only import GpuOnly
 from swiftapex.policies.model_based import ModelBased
 from swiftapex.scheduler import steady
 from swiftapex.scheduler.candidates import ASYMMETRIC, GPU_ONLY
@@ -24,6 +27,9 @@ from swiftapex.scheduler.cohorts import cohorts_wanted
 from swiftapex.scheduler.prefill import overlap_chunk_tokens
 from swiftapex.scheduler.queue import RequestQueue
 from swiftapex.scheduler.split import Split, choose_split, split_wins, trim_swap_out
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 # L = 4; T_l = 100 µs whatever the rows, T_ga = 0.1 µs and T_ca = 1 µs a token.
 COST = ConstantCostModel(num_layers=4, linear_fixed=100, gpu_token=0.1, cpu_token=1.0)
@@ -319,7 +325,7 @@ def test_apex_is_gpu_only_below_the_ratio_and_counts_parked_requests() -> None:
     assert plan.pipeline == "sequential" and plan.inequality is not None
     assert "min_cpu_gpu_ratio" in plan.inequality.words  # in the report's words: why
     assert (plan.inequality.left, plan.inequality.right) == (num_cpu / num_gpu, 100)
-    harness = hybrid("apex", cost, policy_args={"min_cpu_gpu_ratio": 1, "cohorts": 1})
+    harness = hybrid("apex", cost, policy_args={"min_cpu_gpu_ratio": 1, "cohorts": 2})
     fill(harness, 6)
     while not harness.state.num_in_flight:
         harness.step()
@@ -400,14 +406,51 @@ def test_fixed_shapes_and_their_errors() -> None:
     assert custom.uses_cpu
     with pytest.raises(ConfigError, match="one, two, halves, cohorts"):
         make_policy("fixed:sequential", {"shape": "three"})
-    with pytest.raises(ConfigError, match="cohorts must be >= 1"):
-        make_policy("apex", {"cohorts": 0})
     with pytest.raises(ConfigError, match="min_cpu_gpu_ratio must be >= 0"):
         make_policy("apex", {"min_cpu_gpu_ratio": -1})
     with pytest.raises(ConfigError, match="does not take"):
         make_policy("neo", {"cohorts": 3})
-    with pytest.raises(ConfigError, match="'rho' cannot be made of"):
-        make_policy("rho", {"threshold": "x"})
+    with pytest.raises(ConfigError, match=r"'tests\.test_policies:Picky' cannot be made of"):
+        make_policy("tests.test_policies:Picky", {"start": "x"})
+
+
+class Picky(GpuOnly):
+    """Its annotations are not there at run time."""
+
+    def __init__(self, start: int, seed: Decimal | None = None) -> None:
+        self.start = start + 1
+
+
+@pytest.mark.parametrize("name", ["apex", "rho", "model_based", "fixed:async_overlap"])
+def test_cohorts_are_between_2_and_32(name: str) -> None:
+    for cohorts in (-1, 0, 1, 33, 50, 100):
+        with pytest.raises(ConfigError, match=f"cohorts: .* from 2 to 32 or null, got {cohorts}"):
+            make_policy(name, {"cohorts": cohorts})
+    for cohorts in (None, 2, 32):
+        make_policy(name, {"cohorts": cohorts})
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("apex", {"overlap": "no"}, "overlap: expected true or false, got 'no'"),
+        ("apex", {"analytic_model": 1}, "analytic_model: expected true or false, got 1"),
+        ("apex", {"cohorts": 4.0}, "cohorts: expected an integer or null, got 4.0"),
+        ("apex", {"cohorts": True}, "cohorts: expected an integer or null, got True"),
+        ("apex", {"min_cpu_gpu_ratio": None}, "min_cpu_gpu_ratio: expected a number, got None"),
+        ("rho", {"threshold": "high"}, "threshold: expected a number, got 'high'"),
+        ("rho", {"threshold": math.nan}, "threshold: expected a number, got nan"),
+        ("model_based", {"margin": [1]}, "margin: expected a number, got [1]"),
+        ("model_based", {"margin": 20}, "margin: expected a share from 0 to 1, got 20"),
+        ("fixed:sequential", {"use_cpu": "yes"}, "use_cpu: expected true or false, got 'yes'"),
+        ("fixed:sequential", {"shape": 2}, "shape: expected a text or null, got 2"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(
+    name: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_policy(name, args)
 
 
 @pytest.mark.parametrize(
@@ -416,6 +459,15 @@ def test_fixed_shapes_and_their_errors() -> None:
 def test_what_is_no_policy_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}': expected a class with a plan"):
         make_policy(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["json:loads", "swiftapex.policies.gpu_only:GpuOnly", "swiftapex.pipelines.base:Pipeline"],
+)
+def test_what_is_no_pipeline_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}': expected a class with a step"):
+        pipeline_class(name)
 
 
 def test_policies_import_neither_pipelines_nor_each_other() -> None:
@@ -594,8 +646,8 @@ def test_margin_keeps_the_gpu_alone_where_the_gain_is_small() -> None:
     def rows_of(plan: StepPlan) -> list[Row]:
         return [row for batch in plan.sub_batches for row in batch.rows]
 
-    assert share_alone(10.0) == 1.0 and share_alone(0.0) < 0.5
-    with pytest.raises(ConfigError, match="margin must be >= 0"):
+    assert share_alone(1.0) == 1.0 and share_alone(0.0) < 0.5
+    with pytest.raises(ConfigError, match="margin: expected a share from 0 to 1, got -1"):
         make_policy("model_based", {"margin": -1})
 
 

@@ -408,6 +408,48 @@ def test_the_command_shows_redoes_and_draws(
     assert path.read_text() != measured and (tmp_path / "curves.png").exists()
 
 
+EXPERIMENT = """
+name: example
+model: {architecture: tiny, weights: dummy}
+runs:
+  - {name: other, peer: {url: "http://127.0.0.1:9/v1"}}
+  - {name: alone, policy: gpu_only}
+  - {name: split, policy: neo}
+workload: {kind: synthetic, num_requests: 2, input_len: 4, output_len: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "second"),
+    [
+        ([], "run split of {}, which uses the CPU", "runs that do not have a profile of their own"),
+        (["--run", "alone"], "run alone of {}, which does not use the CPU", "runs that do have"),
+    ],
+)
+def test_the_command_says_which_run_it_measures(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    first: str,
+    second: str,
+) -> None:
+    def refuse(*subject: Any) -> None:
+        raise ConfigError(f"policy {subject[2]}")
+
+    monkeypatch.setattr("swiftapex.profile._engine", refuse)
+    path = tmp_path / "exp.yaml"
+    path.write_text(EXPERIMENT)
+    assert main([str(path), *arguments]) == 2
+    shown = capsys.readouterr()
+    one, other = shown.out.splitlines()
+    assert one == first.format(path) and other.startswith(second)
+    assert other.endswith("alone" if not arguments else "split")
+    assert f"policy {'gpu_only' if arguments else 'neo'}" in shown.err
+    assert main([str(path), "--run", "other"]) == 2
+    assert "expected one of alone, split" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -15,6 +15,7 @@ import torch
 from fake_engine import FakeEngine
 
 from swiftapex.config.load import RunPlan
+from swiftapex.core.errors import ConfigError
 from swiftapex.kv import host_memory
 from swiftapex.ray_runs import RayRuns
 from swiftapex.run_experiment import main
@@ -269,6 +270,11 @@ def test_dry_run_asks_for_build_ranks_and_memory(
         ("runs.one.policy=no_such_pkg.x:P", "there is no module 'no_such_pkg.x'"),
         ("runs.one.policy=json:Polici", "json has no 'Polici'"),
         ("runs.two.pipeline=no_such_pkg:P", "there is no module 'no_such_pkg'"),
+        ("runs.two.pipeline=swiftapex.policies.neo:Neo", "'swiftapex.policies.neo:Neo': expected"),
+        ("runs.two.pipeline=json:loads", "with a step(), derived from swiftapex.pipelines.base"),
+        ("engine.profile=nope.json", "runs.one: engine.profile: nope.json is not readable"),
+        ("engine.profile=/dev/null", "runs.one: engine.profile: /dev/null holds no profile"),
+        ("runs.two.engine.profile=nope.json", "runs.two: engine.profile: nope.json"),
         ("runs.one.policy_args={ratoi: 8}", "ratoi"),
         ("model.architecture=llama9", "model: unknown architecture 'llama9'"),
         ("model.architecture=lama2-7b", "nearest known name: llama2-7b"),
@@ -424,6 +430,22 @@ def test_an_engine_that_cannot_be_made_is_a_failed_run(run: Runner, experiment: 
 
     assert run(experiment, makers=(broken, FakeEngine)) == 1
     assert run.summary["failed_runs"][0]["error"] == "OSError: no such device"
+
+
+@pytest.mark.parametrize("end", [ConfigError("no GPU here"), KeyboardInterrupt()])
+def test_no_folder_is_left_where_no_run_began(
+    run: Runner, experiment: Path, end: BaseException
+) -> None:
+    def broken() -> FakeEngine:
+        raise end
+
+    for _ in range(2):
+        assert run(experiment, makers=(broken,)) == 1
+        assert run.stdout == "" and "no run began" in run.stderr
+        assert not run.out.exists()
+    run.out.mkdir()
+    assert run(experiment, makers=(broken,)) == 1
+    assert list(run.out.iterdir()) == []  # it was there before
 
 
 def test_all_requests_failed_is_a_failed_run(run: Runner, experiment: Path) -> None:

@@ -107,6 +107,18 @@ def test_iterations_that_bring_nothing_do_not_go_on_for_ever() -> None:
             simulated.step()
 
 
+class WithoutPlan(Policy):
+    def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
+        return None  # type: ignore[return-value]
+
+
+def test_a_policy_that_returns_nothing_is_named() -> None:
+    simulated = engine("tests.test_simulate:WithoutPlan")
+    add_decoding(simulated, 1, output=4)
+    with pytest.raises(EngineError, match=r"plan\(\) of tests\.test_simulate:WithoutPlan returned"):
+        simulated.step()
+
+
 def test_requests_in_progress_have_a_token_left_to_generate_and_no_more_than_asked_for() -> None:
     simulated = engine("gpu_only")
     for tokens in (1, 3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -10,12 +11,15 @@ from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSec
 from swiftapex.core.errors import EngineError
 from swiftapex.core.plan import Row, StepPlan, StepResult, SubBatch, Tokens
 from swiftapex.core.request import FinishReason, Placement, SamplingParams
+from swiftapex.cost_model import CostModel
 from swiftapex.engine import watch
 from swiftapex.engine.engine import Engine
 from swiftapex.engine.watch import Watch
 from swiftapex.pipelines.async_overlap import AsyncOverlap
 from swiftapex.pipelines.sequential import Sequential
 from swiftapex.pipelines.walk import Walk
+from swiftapex.policies.base import Policy
+from swiftapex.scheduler.state import SchedulerState
 
 TINY = ModelSection(architecture="tiny", weights="dummy", dtype="float32")
 ROW = Row(3, Placement.CPU, 5, None, True)
@@ -168,3 +172,35 @@ def test_new_cohorts_may_be_left_alone_but_not_for_ever() -> None:
     answers = [found.standstill(plan, StepResult(), True) for _ in range(100)]
     assert not any(answers[:99])
     assert "pipeline p leaves request 3 alone" in (answers[99] or "")
+
+
+class WithoutResult(Sequential):
+    def step(self, plan: StepPlan) -> StepResult:
+        super().step(plan)
+        return None  # type: ignore[return-value]
+
+
+class WithoutPlan(Policy):
+    def plan(self, state: SchedulerState, cost_model: CostModel) -> StepPlan:
+        return None  # type: ignore[return-value]
+
+
+def test_a_pipeline_that_returns_nothing_is_named() -> None:
+    engine = engine_with(WithoutResult)
+    request = engine.add([5, 9, 17], SamplingParams(max_tokens=4))
+    expected = r"step\(\) of tests\.test_watch:WithoutResult returned None: expected a StepResult"
+    with pytest.raises(EngineError, match=expected):
+        engine.step()
+    assert re.search(expected, request.error or "")
+    engine.close()
+
+
+def test_a_policy_that_returns_nothing_is_named() -> None:
+    expected = r"plan\(\) of tests\.test_watch:WithoutPlan returned None: expected a StepPlan"
+    engine = engine_with(Sequential)
+    engine.use_policy("tests.test_watch:WithoutPlan")
+    request = engine.add([5, 9, 17], SamplingParams(max_tokens=4))
+    with pytest.raises(EngineError, match=expected):
+        engine.step()
+    assert re.search(expected, request.error or "")
+    engine.close()

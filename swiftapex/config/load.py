@@ -93,6 +93,7 @@ def load_experiment(path: Path | str, assignments: Sequence[str] = ()) -> Experi
     """
     path = Path(path)
     data = read_mapping(path)
+    _check_no_figure(data, path)
     try:
         for assignment in assignments:
             key, value = parse_assignment(assignment)
@@ -102,6 +103,14 @@ def load_experiment(path: Path | str, assignments: Sequence[str] = ()) -> Experi
         message = str(error) if str(path) in str(error) else f"{path}: {error}"
         put_over = " ".join(f"--set {assignment}" for assignment in assignments)
         raise ConfigError(f"{message}\n(with {put_over})" if put_over else message) from error
+
+
+def _check_no_figure(data: Mapping[str, Any], path: Path) -> None:
+    if "figure" in data and ("experiment" in data or "kernels" in data):
+        raise ConfigError(
+            f"{path}: a figure, not an experiment: run "
+            f"`python scripts/reproduce.py {data['figure']}` (with --quick or --cpu: a small one)"
+        )
 
 
 def expand_experiment(data: Mapping[str, Any], path: Path) -> Experiment:

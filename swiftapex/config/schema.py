@@ -24,6 +24,7 @@ from swiftapex.config.values import (
     Tokens,
 )
 
+PROFILE_WORDS = ("auto", "on", "off")  # what is none of these is a profile's path
 DEFAULT_KV_TOKENS = 16384  # of a side for which neither kv_tokens nor kv_memory is given
 
 

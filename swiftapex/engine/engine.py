@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, EngineError, RequestError
 from swiftapex.core.plan import CpuWork, StepPlan, StepResult
+from swiftapex.core.plugins import misreturned
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import FinishReason, Request, RequestState, SamplingParams
 from swiftapex.core.trace import TraceRecorder
@@ -331,6 +332,7 @@ class Engine:
         preemptions, cpu_tokens = self._state.num_preemptions, self._cpu_decoded_tokens
         plan = self._policy.plan(self._state, self._cost_model)
         planned = time.perf_counter()
+        self._end_if(misreturned(self._policy, "plan", plan, StepPlan, "state.step_plan"))
         result = self._execute(plan)
         self._end_if(self._watch.forgotten(plan, result, self._live))
         self._book(plan, result)

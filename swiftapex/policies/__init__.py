@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swiftapex.core.errors import ConfigError
-from swiftapex.core.plugins import load_class
+from swiftapex.core.plugins import check_arguments, check_class, load_class
 
 if TYPE_CHECKING:
     from swiftapex.policies.base import Policy
@@ -31,18 +31,14 @@ def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
         args["pipeline"] = name.removeprefix(FIXED_PREFIX)
         name = "swiftapex.policies.fixed:Fixed"
     policy_class = load_class("policy", name, POLICIES)
-    is_policy = isinstance(policy_class, type) and hasattr(policy_class, "plan")
-    if not is_policy or inspect.isabstract(policy_class):
-        raise ConfigError(
-            f"policy {shown!r}: expected a class with a plan(), derived from "
-            "swiftapex.policies.base.Policy"
-        )
+    check_class("policy", shown, policy_class, "plan", "swiftapex.policies.base.Policy")
     try:
         inspect.signature(policy_class).bind(**args)
     except TypeError as error:
         known = [p for p in inspect.signature(policy_class).parameters if p != "pipeline"]
         takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
         raise ConfigError(f"policy {shown!r} does not take {asked}: {takes}") from error
+    check_arguments(policy_class, args, f"policy {shown!r}")
     try:
         return policy_class(**args)  # type: ignore[no-any-return]
     except TypeError as error:

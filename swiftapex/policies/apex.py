@@ -20,7 +20,7 @@ from swiftapex.scheduler.candidates import (
     times,
     two_batches_us,
 )
-from swiftapex.scheduler.cohorts import cohorts_wanted
+from swiftapex.scheduler.cohorts import check_cohorts, cohorts_wanted
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
 from swiftapex.scheduler.cpu_tier import cohort_reserve, cohort_rows, cpu_decodes
 from swiftapex.scheduler.overlap import overlap_plan
@@ -69,7 +69,8 @@ def select_strategy(
 
 class Apex(Policy):
     """`min_cpu_gpu_ratio`: with fewer CPU requests per GPU request an iteration is GPU-only.
-    `cohorts`: how many are in flight at most (None: one per 64 CPU requests, within [2, 32]).
+    `cohorts`: how many are in flight at most, from 2 to 32 (None: one per 16 CPU requests, and no
+    more than 8 unless those had more than 64 each).
 
     For ablations: without `overlap` there is no asynchronous overlap, and what is not worth two
     batches runs on the GPU alone. Without `analytic_model` nothing is predicted: the ratio does not
@@ -86,8 +87,7 @@ class Apex(Policy):
     ) -> None:
         if min_cpu_gpu_ratio < 0:
             raise ConfigError(f"min_cpu_gpu_ratio must be >= 0, got {min_cpu_gpu_ratio}")
-        if cohorts is not None and cohorts < 1:
-            raise ConfigError(f"cohorts must be >= 1 or null, got {cohorts}")
+        check_cohorts(cohorts)
         self.min_cpu_gpu_ratio = min_cpu_gpu_ratio
         self.cohorts = cohorts
         self.overlap = overlap

@@ -9,7 +9,7 @@ from swiftapex.core.plan import StepPlan
 from swiftapex.core.request import Placement
 from swiftapex.cost_model import CostModel, asymmetric_us, gpu_only_us
 from swiftapex.policies.base import Policy
-from swiftapex.scheduler.cohorts import cohorts_wanted
+from swiftapex.scheduler.cohorts import check_cohorts, cohorts_wanted
 from swiftapex.scheduler.compose import add_gpu_decodes, gpu_batch, main_batch, promote
 from swiftapex.scheduler.cpu_tier import (
     add_cpu_halves,
@@ -58,8 +58,7 @@ class Fixed(Policy):
         }
         if shape not in composers:
             raise ConfigError(f"shape {shape!r} is unknown: expected one of {', '.join(composers)}")
-        if cohorts is not None and cohorts < 1:
-            raise ConfigError(f"cohorts must be >= 1 or null, got {cohorts}")
+        check_cohorts(cohorts)
         self.pipeline = pipeline
         self.cohorts = cohorts
         self.uses_cpu = use_cpu or shape != "one"

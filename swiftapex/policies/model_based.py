@@ -17,6 +17,7 @@ from swiftapex.scheduler.candidates import (
     one_batch_us,
     two_batches_us,
 )
+from swiftapex.scheduler.cohorts import check_cohorts
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
 from swiftapex.scheduler.cpu_tier import cohort_reserve, cohort_rows, cpu_decodes
 from swiftapex.scheduler.draft import BatchDraft
@@ -50,10 +51,9 @@ class ModelBased(Policy):
     uses_cpu = True
 
     def __init__(self, cohorts: int | None = None, margin: float = 0.02) -> None:
-        if cohorts is not None and cohorts < 1:
-            raise ConfigError(f"cohorts must be >= 1 or null, got {cohorts}")
-        if margin < 0:
-            raise ConfigError(f"margin must be >= 0, got {margin}")
+        check_cohorts(cohorts)
+        if not 0 <= margin <= 1:
+            raise ConfigError(f"margin: expected a share from 0 to 1, got {margin}")
         self.cohorts = cohorts
         self.margin = margin
         self._strategy = GPU_ONLY

@@ -16,7 +16,7 @@ from swiftapex.scheduler.candidates import (
     times,
     two_batches_us,
 )
-from swiftapex.scheduler.cohorts import cohorts_wanted
+from swiftapex.scheduler.cohorts import check_cohorts, cohorts_wanted
 from swiftapex.scheduler.compose import add_gpu_decodes, main_batch, promote
 from swiftapex.scheduler.cpu_tier import cohort_reserve, cohort_rows, cpu_decodes
 from swiftapex.scheduler.equations import speedup_estimate
@@ -43,8 +43,7 @@ class Rho(Policy):
     def __init__(self, threshold: float = 1.0, cohorts: int | None = None) -> None:
         if threshold < 0:
             raise ConfigError(f"threshold must be >= 0, got {threshold}")
-        if cohorts is not None and cohorts < 1:
-            raise ConfigError(f"cohorts must be >= 1 or null, got {cohorts}")
+        check_cohorts(cohorts)
         self.threshold = threshold
         self.cohorts = cohorts
 

@@ -41,7 +41,7 @@ def find(folder: Path, fingerprint: Mapping[str, Any]) -> Profile | None:
     for path in (own, *others):
         try:
             profile = _read(path)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
         if not _unmet(profile.fingerprint, fingerprint):
             return profile
@@ -50,12 +50,7 @@ def find(folder: Path, fingerprint: Mapping[str, Any]) -> Profile | None:
 
 def read(path: Path, fingerprint: Mapping[str, Any]) -> Profile:
     """The profile in a file. ConfigError where it is not one, or one of something else."""
-    try:
-        profile = _read(path)
-    except OSError as error:
-        raise ConfigError(f"engine.profile: {path} is not readable: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"engine.profile: {path} holds no profile: {error!r}") from error
+    profile = read_any(path)
     found = _unmet(profile.fingerprint, fingerprint)
     if found:
         more = f"; and {len(found) - _MOST_DIFFERENCES} more" * (len(found) > _MOST_DIFFERENCES)
@@ -64,6 +59,16 @@ def read(path: Path, fingerprint: Mapping[str, Any]) -> Profile:
             f"{'; '.join(found[:_MOST_DIFFERENCES])}{more}"
         )
     return profile
+
+
+def read_any(path: Path) -> Profile:
+    """The profile in a file, whatever it is of. ConfigError where it is not one."""
+    try:
+        return _read(path)
+    except OSError as error:
+        raise ConfigError(f"engine.profile: {path} is not readable: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"engine.profile: {path} holds no profile: {error!r}") from error
 
 
 def write(folder: Path, profile: Profile) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -76,6 +78,14 @@ def create_folder(parent: Path, name: str) -> Path:
             continue
         return folder
     raise FileExistsError(f"{parent / name / stamp}: too many experiments in one second")
+
+
+def remove_folder(folder: Path, parents: Sequence[Path]) -> None:
+    """`parents`: those to go as well, innermost first, unless something else is in them."""
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):
+        for parent in parents:
+            parent.rmdir()
 
 
 def write_run(folder: Path, result: RunResult) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import yaml
 
 from swiftapex.core.errors import ConfigError
+from swiftapex.report.files import flat
 from swiftapex.report.words import label
 
 _OF_ANSWERS = ("window", "slo")  # of a workload: what is done with the answers
+_OF_THE_MODEL = ("path", "architecture")  # its name, which `requests` has
 _OF_KERNELS = ("measure", "q_heads", "kv_heads", "head_dim", "num_layers", "context")
 UNKNOWN = {"settings": "not in its figure.json"}
 
@@ -22,13 +24,15 @@ UNKNOWN = {"settings": "not in its figure.json"}
 @dataclass(frozen=True)
 class Run:
     """One run of a folder. `numbers`: its summary, or a kernel's figures; `requests`: what was sent
-    to it, or computed, by key, and `UNKNOWN` where the folder does not tell."""
+    to it, or computed, by key, and `UNKNOWN` where the folder does not tell; `settings`: those it
+    was made with beside that, by dotted key, None where the folder does not tell all of them."""
 
     name: str
     sweep: Mapping[str, Any]
     numbers: Mapping[str, Any]
     requests: Mapping[str, Any]
     max_model_len: Any = None  # the setting
+    settings: Mapping[str, Any] | None = None
 
     @property
     def label(self) -> str:
@@ -77,6 +81,7 @@ def _run(folder: Path, summary: Mapping[str, Any]) -> Run:
         summary,
         _requests(settings),
         settings.get("engine", {}).get("max_model_len"),
+        _settings(settings),
     )
 
 
@@ -110,3 +115,12 @@ def _requests(settings: Mapping[str, Any]) -> dict[str, Any]:
     model = settings["model"]
     name = model.get("path") or model.get("architecture")
     return {"seed": settings["seed"], **workload, "model": name}
+
+
+def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's file says beside its requests. Another engine has no policy and heeds none of
+    the engine's settings."""
+    used = ("peer",) if "peer" in run else ("engine", "policy", "policy_args")
+    answers = {key: run["workload"].get(key) for key in _OF_ANSWERS}
+    model = {key: value for key, value in run["model"].items() if key not in _OF_THE_MODEL}
+    return flat({"model": model, **{key: run.get(key) for key in used}, "workload": answers})

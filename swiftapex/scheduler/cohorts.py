@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from swiftapex.core.errors import ConfigError
+
 _ROWS_PER_COHORT = 16  # less of the CPU's work in a task, and its fixed cost shows
 _ENOUGH = 8
 _MOST_ROWS = 64
@@ -46,6 +48,14 @@ class CohortBook:
         assert self._num_settled == len(self._members)
         assert sorted(i for members in self._members for i in members) == sorted(in_flight)
         assert self.largest == max(map(len, self._members), default=0)
+
+
+def check_cohorts(setting: int | None) -> None:
+    """ConfigError for a policy's argument `cohorts` that is out of bounds."""
+    if setting is not None and not _FEWEST <= setting <= _MOST:
+        raise ConfigError(
+            f"cohorts: expected an integer from {_FEWEST} to {_MOST} or null, got {setting}"
+        )
 
 
 def cohorts_wanted(num_cpu: int, setting: int | None) -> int:

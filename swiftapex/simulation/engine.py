@@ -8,6 +8,7 @@ from typing import Any
 
 from swiftapex.core.errors import EngineError, RequestError
 from swiftapex.core.plan import StepPlan, StepResult
+from swiftapex.core.plugins import misreturned
 from swiftapex.core.records import BusyTimes, IterationRecord
 from swiftapex.core.request import CPU, FinishReason, Request, SamplingParams
 from swiftapex.cost_model import CostModel
@@ -96,6 +97,9 @@ class SimulatedEngine:
         preempted = state.num_preemptions
         was_in_flight = state.anything_in_flight
         plan = self._policy.plan(state, self._cost)
+        wrong = misreturned(self._policy, "plan", plan, StepPlan, "state.step_plan")
+        if wrong:
+            raise EngineError(wrong)
         preempted = state.num_preemptions - preempted
         if plan.is_empty and not (was_in_flight or preempted):
             raise EngineError(f"requests are there, and nothing runs: {self.stats()}")

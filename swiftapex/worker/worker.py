@@ -9,9 +9,10 @@ import torch
 from swiftapex.attention import Attention
 from swiftapex.backends import make_backends
 from swiftapex.config.schema import EngineConfig
+from swiftapex.core.errors import EngineError
 from swiftapex.core.ops import AttentionBatch, Group
 from swiftapex.core.plan import StepPlan, StepResult, Tokens
-from swiftapex.core.plugins import load_class
+from swiftapex.core.plugins import misreturned
 from swiftapex.core.records import BusyTimes, DeviceMemory
 from swiftapex.core.request import Placement
 from swiftapex.core.trace import TraceRecorder
@@ -21,7 +22,7 @@ from swiftapex.kv.store import KVStore
 from swiftapex.model.shard import WHOLE, Shard
 from swiftapex.model.source import ModelSource, as_torch_dtype
 from swiftapex.model.stages import Stages
-from swiftapex.pipelines import PIPELINES
+from swiftapex.pipelines import pipeline_class
 from swiftapex.pipelines.base import Pipeline, PipelineParts
 from swiftapex.pipelines.parked import ParkedCohorts
 from swiftapex.pipelines.readiness import LaunchAhead, OwnReadiness, Readiness
@@ -155,7 +156,11 @@ class Worker:
             moves = self._store.start_moves(plan.moves, self._copies)
         result = StepResult()
         if self._parked.request_ids or any(b.rows for b in plan.sub_batches + plan.new_cohorts):
-            result = self._pipeline(plan.pipeline).step(plan)
+            pipeline = self._pipeline(plan.pipeline)
+            result = pipeline.step(plan)
+            wrong = misreturned(pipeline, "step", result, StepResult, "parts.complete")
+            if wrong:
+                raise EngineError(wrong)
         for staged in self._staged:
             staged.finish()
         self._staged.clear()
@@ -225,7 +230,7 @@ class Worker:
 
     def _pipeline(self, name: str) -> Pipeline:
         if name not in self._pipelines:
-            self._pipelines[name] = load_class("pipeline", name, PIPELINES)(self._parts)
+            self._pipelines[name] = pipeline_class(name)(self._parts)
         return self._pipelines[name]
 
     def _make_staged(
