@@ -17,3 +17,13 @@ def at_least(least: float, kind: type[int] | type[float]) -> Callable[[str], flo
         return value
 
     return number
+
+
+def limit_arguments(parser: argparse.ArgumentParser, block_size: int) -> None:
+    """Of an engine. `block_size`: the default."""
+    parser.add_argument("--block-size", type=at_least(1, int), default=block_size)
+    parser.add_argument(
+        "--max-len", type=at_least(2, int), default=2048, help="tokens of a request"
+    )
+    parser.add_argument("--max-batch", type=at_least(1, int), default=256, help="rows of a batch")
+    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048, help="of a batch")

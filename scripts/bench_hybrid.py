@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from arguments import at_least
+from arguments import at_least, limit_arguments
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import CpuConfig, EngineConfig, GpuConfig, ModelSection
@@ -327,10 +327,7 @@ def engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-kv", type=at_least(1, int), default=4096)
     parser.add_argument("--cpu-gib", type=at_least(0, float), default=16)
     parser.add_argument("--threads", type=at_least(1, int))
-    parser.add_argument("--block-size", type=at_least(1, int), default=32)
-    parser.add_argument("--max-len", type=at_least(2, int), default=2048)
-    parser.add_argument("--max-batch", type=at_least(1, int), default=256)
-    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048)
+    limit_arguments(parser, block_size=32)
     parser.add_argument("--profile", default="auto")
     parser.add_argument("--tp", type=at_least(1, int), default=1, help="GPUs")
 

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arguments import at_least
+from arguments import at_least, limit_arguments
 from prediction_summary import (
     FORCED,
     GPU_ONLY,
@@ -264,10 +264,7 @@ def main() -> None:
     parser.add_argument("--cpu-requests", type=at_least(0, int), nargs="+", default=[0, 8, 64, 256])
     parser.add_argument("--kinds", nargs="+", default=["decode", "mixed"])
     parser.add_argument("--cpu-kv", type=at_least(1, int), default=102_400)
-    parser.add_argument("--block-size", type=at_least(1, int), default=16)
-    parser.add_argument("--max-len", type=at_least(2, int), default=2048)
-    parser.add_argument("--max-batch", type=at_least(1, int), default=256)
-    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048)
+    limit_arguments(parser, block_size=16)
     parser.add_argument("--input", type=at_least(1, int), default=200)
     parser.add_argument("--output", type=at_least(1, int), default=100)
     parser.add_argument("--warmup", type=at_least(0, float), default=1.5)

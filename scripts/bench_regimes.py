@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arguments import at_least
+from arguments import at_least, limit_arguments
 from bench_hybrid import make_engine, measure
 
 GPU_ONLY, MODEL_BASED, OTHERS = "gpu_only", "model_based", ("neo", "apex")
@@ -321,10 +321,7 @@ def main() -> None:
     parser.add_argument("--layers", type=at_least(1, int))
     parser.add_argument("--cpu-gib", type=at_least(0, float), default=74)
     parser.add_argument("--threads", type=at_least(1, int))
-    parser.add_argument("--block-size", type=at_least(1, int), default=16)
-    parser.add_argument("--max-len", type=at_least(2, int), default=2048)
-    parser.add_argument("--max-batch", type=at_least(1, int), default=256)
-    parser.add_argument("--max-tokens", type=at_least(1, int), default=2048)
+    limit_arguments(parser, block_size=16)
     parser.add_argument(
         "--requests", type=at_least(1, int), default=1000, help="in progress, at most"
     )

@@ -40,11 +40,12 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from arguments import at_least
+from arguments import at_least, limit_arguments
 from bench_hybrid import KINDS, Lengths, Run, Workload, parsed, whole, window
 from bench_regimes import OUTPUTS, REGIMES, STRATEGIES, Cell, Regime
 from bench_scheduler import measured_costs
@@ -84,14 +85,14 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.profile is not None:
         measured_costs(args.profile)
-        for name in args.regimes:
-            check_profile(args.profile, REGIMES[name].model)
+        fingerprint = json.loads(args.profile.read_text()).get("fingerprint", {})
+        for model in {REGIMES[name].model: None for name in args.regimes}:
+            check_profile(args.profile, fingerprint, model)
 
 
-def check_profile(path: Path, model: str) -> None:
-    """ConfigError where a profile says that it was measured on another model, or in another dtype:
-    times of one are nothing to simulate another by. The machine may be any."""
-    of = json.loads(path.read_text()).get("fingerprint", {})
+def check_profile(path: Path, of: Mapping[str, Any], model: str) -> None:
+    """ConfigError where a profile's fingerprint says that it was measured on another model, or in
+    another dtype: times of one are nothing to simulate another by. The machine may be any."""
     meant = dataclasses.asdict(named_architecture(model))
     differing = [
         f"{key} is {of['model'][key]}, not {meant[key]}"
@@ -212,10 +213,7 @@ def arguments() -> argparse.Namespace:
     add("--warmup", type=at_least(0, float), default=5.0, help="seconds before a window")
     add("--profile", type=Path, help="a JSON file with measured tables")
     add("--cpu-gib", type=at_least(0, float), default=74, help="of CPU KV")
-    add("--block-size", type=at_least(1, int), default=16)
-    add("--max-len", type=at_least(1, int), default=2048, help="tokens of a request")
-    add("--max-batch", type=at_least(1, int), default=256)
-    add("--max-tokens", type=at_least(1, int), default=2048, help="in a batch")
+    limit_arguments(parser, block_size=16)
     add("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -24,7 +24,7 @@ from swiftapex.config.schema import EngineConfig, ModelSection
 from swiftapex.core.errors import ConfigError, ModelLoadError
 from swiftapex.costs.doubts import REMEDY, doubts
 from swiftapex.costs.tables import Grid, Line, Tables
-from swiftapex.policies import make_policy
+from swiftapex.policies import run_uses_cpu
 from swiftapex.profiler import store
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _subject(
                 ", ".join(dict.fromkeys(run.name for run in runs)) or "no engine of this package"
             )
             raise ConfigError(f"--run {options.run}: expected one of {names}")
-        run = next(filter(_uses_cpu, chosen), chosen[0])
+        run = next(filter(run_uses_cpu, chosen), chosen[0])
         words = _words(options.experiment, run, runs)
         return run.model, run.engine, run.policy, run.policy_args, words
     is_path = options.model.startswith("package:") or Path(options.model).exists()
@@ -121,14 +121,10 @@ def _subject(
     )
 
 
-def _uses_cpu(run: RunPlan) -> bool:
-    return make_policy(run.policy, run.policy_args).uses_cpu
-
-
 def _words(path: Path, run: RunPlan, runs: Sequence[RunPlan]) -> list[str]:
     """Which run's profile it is, and which runs have another one for what they do not use."""
-    uses_cpu = _uses_cpu(run)
-    others = list(dict.fromkeys(other.name for other in runs if _uses_cpu(other) != uses_cpu))
+    uses_cpu = run_uses_cpu(run)
+    others = list(dict.fromkeys(other.name for other in runs if run_uses_cpu(other) != uses_cpu))
     which = "uses" if uses_cpu else "does not use"
     lines = [f"run {run.folder} of {path}, which {which} the CPU"]
     if others:

@@ -30,7 +30,7 @@ from swiftapex.measure import EngineFactory, make_engine, measure
 from swiftapex.model.shard import check_divides
 from swiftapex.model.source import open_model
 from swiftapex.pipelines import PIPELINES, pipeline_class
-from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy
+from swiftapex.policies import FIXED_PREFIX, POLICIES, make_policy, run_uses_cpu
 from swiftapex.profiler import store
 from swiftapex.ray_runs import RayRuns
 from swiftapex.report.environment import describe_environment
@@ -113,13 +113,9 @@ def _check_sizes(plan: RunPlan) -> None:
     length = max_model_len(engine, source.config.max_length)
     sizes = kv_sizes(source.config, source.dtype, engine, length, uses_cpu=True)
     if plan.peer is None:
-        check_settings(engine, bool(sizes.cpu_blocks) and _uses_cpu(plan))
+        check_settings(engine, bool(sizes.cpu_blocks) and run_uses_cpu(plan))
         if engine.profile not in PROFILE_WORDS:
             store.read_any(Path(engine.profile))
-
-
-def _uses_cpu(plan: RunPlan) -> bool:
-    return make_policy(plan.policy, plan.policy_args).uses_cpu
 
 
 def _check_strategy(plan: RunPlan, where: str) -> None:
@@ -278,7 +274,7 @@ def _lacking(plans: Sequence[RunPlan]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for plan in plans:
         if plan.peer is None:
-            for what in lacking(open_model(plan.model), plan.engine, _uses_cpu(plan)):
+            for what in lacking(open_model(plan.model), plan.engine, run_uses_cpu(plan)):
                 found.setdefault(what, []).append(plan.folder)
     return found
 

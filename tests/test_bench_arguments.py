@@ -20,10 +20,11 @@ def test_numbers_that_cannot_be_are_answered_before_anything_runs(
         main = importlib.import_module(script).main
     except ImportError as error:  # of the CUDA kernels
         pytest.skip(str(error))
+    text = (SCRIPTS / f"{script}.py").read_text()
+    if "limit_arguments(" in text:
+        text += (SCRIPTS / "arguments.py").read_text()
     numbers = re.findall(
-        r'"(--[a-z-]+)"(?:(?!add_argument).)*?type=(?:at_least|int\b|float\b)',
-        (SCRIPTS / f"{script}.py").read_text(),
-        re.S,
+        r'"(--[a-z-]+)"(?:(?!add_argument).)*?type=(?:at_least|int\b|float\b)', text, re.S
     )
     options = sorted({*numbers} - {"--seed"})
     assert options, "a benchmark has numbers"

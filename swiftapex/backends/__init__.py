@@ -58,12 +58,16 @@ def check_settings(engine: EngineConfig, with_cpu_side: bool) -> None:
         raise ConfigError("engine.cpu.kv_dtype: int8 needs the native kernels, use device cpu")
     if device == "cuda" and is_int8:
         raise ConfigError("engine.cpu.kv_dtype: int8 cannot be copied from a GPU yet")
-    size = engine.block_size
-    if (device == "cuda" or is_int8) and (size % 16 != 0 or size > 128):  # see `takes_native`
+    if (device == "cuda" or is_int8) and not takes_native_blocks(engine.block_size):
         raise ConfigError(
-            f"engine.block_size: {size}, but KV in host memory needs a multiple of 16, at most "
-            f"128, {'in int8' if is_int8 else 'with device cuda'}"
+            f"engine.block_size: {engine.block_size}, but KV in host memory needs a multiple of "
+            f"16, at most 128, {'in int8' if is_int8 else 'with device cuda'}"
         )
+
+
+def takes_native_blocks(block_size: int) -> bool:
+    """Whether the CPU's native attention takes KV blocks of so many tokens."""
+    return block_size % 16 == 0 and block_size <= 128
 
 
 def check_device(engine: EngineConfig) -> None:

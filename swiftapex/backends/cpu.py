@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import swiftapex._kernels_cpu as kernels
+from swiftapex.backends import takes_native_blocks
 from swiftapex.backends.cpu_ops import (
     DTYPE_NUMBERS,
     KV_DTYPE_NUMBERS,
@@ -197,7 +198,7 @@ def kv_row(head_dim: int, dtype: torch.dtype) -> int:
 
 def takes_native(shape: AttentionShape) -> bool:
     """Whether the native kernel takes the shape; if not, a decode is computed as a chunk."""
-    return shape.block_size % 16 == 0 and shape.block_size <= 128 and shape.head_dim % 8 == 0
+    return takes_native_blocks(shape.block_size) and shape.head_dim % 8 == 0
 
 
 def attend_chunk(

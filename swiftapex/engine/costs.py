@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from swiftapex.backends.threads import cpu_threads, split_threads
-from swiftapex.config.schema import EngineConfig
+from swiftapex.config.schema import PROFILE_WORDS, EngineConfig
 from swiftapex.cost_model import CostModel
 from swiftapex.costs.analytic import AnalyticCostModel, default_rates
 from swiftapex.costs.correction import CorrectedCostModel
@@ -67,7 +67,7 @@ class ProfiledEngine:
         found: store.Profile | None = None
         if auto or asked == "on":
             found = store.find(self.folder, self.fingerprint())
-        elif asked not in ("auto", "off"):
+        elif asked not in PROFILE_WORDS:
             found = store.read(Path(asked), self.fingerprint())
         if found is None and asked in ("auto", "off"):
             cpu_dtype = self.sizes.cpu_dtype

@@ -17,7 +17,7 @@ from swiftapex.core.trace import TraceRecorder
 from swiftapex.figures.spec import FigureConfig, PointConfig, X
 from swiftapex.measure import EngineFactory, make_engine, run_result
 from swiftapex.peers.run import measure_peer
-from swiftapex.policies import make_policy
+from swiftapex.policies import run_uses_cpu
 from swiftapex.report.files import RunResult
 from swiftapex.run_experiment import check_runs
 from swiftapex.workloads.build import build_workload
@@ -161,7 +161,7 @@ def _runs(
 
 
 def _planned(run: RunPlan, x: X, number: int, settings: Mapping[str, Any]) -> PlannedPoint:
-    uses_cpu = run.peer is None and make_policy(run.policy, run.policy_args).uses_cpu
+    uses_cpu = run.peer is None and run_uses_cpu(run)
     engine = run.engine.model_dump(mode="json")
     if not uses_cpu and run.engine.device == "cuda":
         del engine["cpu"]  # it has no part in such a run

@@ -10,6 +10,7 @@ from swiftapex.core.errors import ConfigError
 from swiftapex.core.plugins import check_arguments, check_class, load_class
 
 if TYPE_CHECKING:
+    from swiftapex.config.load import RunPlan
     from swiftapex.policies.base import Policy
 
 POLICIES: dict[str, str] = {
@@ -43,3 +44,8 @@ def make_policy(name: str, args: Mapping[str, Any] | None = None) -> Policy:
         return policy_class(**args)  # type: ignore[no-any-return]
     except TypeError as error:
         raise ConfigError(f"policy {shown!r} cannot be made of {asked}: {error}") from error
+
+
+def run_uses_cpu(run: RunPlan) -> bool:
+    """Whether the policy of a run, which is none of another engine, uses the CPU side."""
+    return make_policy(run.policy, run.policy_args).uses_cpu

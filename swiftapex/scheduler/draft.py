@@ -99,10 +99,7 @@ class BatchDraft:
         """Decodes of one side, which read `read` tokens of KV together."""
         kind = _GPU_DECODES if rows[0].placement is GPU else _CPU_DECODES
         self._kinds[kind].extend(rows)
-        self.num_rows += len(rows)
-        self.num_tokens += len(rows)
-        self._read[kind] += read
-        self._load = None
+        self._count(kind, len(rows), len(rows), read)
 
     def remove(self, row: Row) -> None:
         kind = row_order(row)
