@@ -21,8 +21,8 @@ struct alignas(64) PlannedPiece {
     int32_t begin, end, warp_begin, warp_end;
     int32_t row, head, context, start;  // of its first segment
     int32_t has_empty_rows;
-    int32_t newest;            // bit i: its tile i, of the first ones, has a row's newest token
-    int32_t rows[kMaxStages];  // of the KV, where K of these tiles begins; -1: no tile
+    int32_t is_newest;         // its first tile has a row's newest token
+    int32_t rows[kMaxStages];  // of the KV, where K of its first tiles begins; -1: no tile
 };
 
 struct DecodeArgs {

@@ -30,10 +30,10 @@ struct FmaTile {
         return 2 * kTileTokens * row_chunks(head_dim) * 16;
     }
 
+    using Out = void;
     static constexpr int kCapability = 0;
     static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
-    static constexpr int kMergeHeads = 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         return slot_floats(args.heads, args.head_dim) * 4 + stages * stage_bytes(args.head_dim);
     }
@@ -189,7 +189,14 @@ struct FmaTile {
     __device__ void output(const DecodeArgs& args, const Segment& segment) {
         finish(args, queries);
         __syncwarp();
-        store_whole(args, segment, queries);
+        const Heads heads = heads_of(args, segment);
+        const float* all_weights = queries + args.heads * (args.head_dim + 1);
+        const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
+        const int quads = args.head_dim / 4;
+        for (int item = lane; item < heads.count * quads; item += 32) {
+            const float4 sum = reinterpret_cast<const float4*>(queries)[item];
+            store_out<Out>(args, out + item * 4, scaled(sum, 1.0f / all_weights[item / quads]));
+        }
         __syncwarp();
     }
 

@@ -10,12 +10,13 @@
 
 namespace swiftapex {
 
+template <class Out>
 __device__ inline void zero_empty_rows(const DecodeArgs& args) {
     const int quads = args.kv_heads * args.group * args.head_dim / 4;
     for (int row = blockIdx.x; row < args.n; row += gridDim.x) {
         if (args.context_lens[row] > 0) continue;
         for (int i = threadIdx.x; i < quads; i += blockDim.x) {
-            store_out(args, row * args.out_stride + i * 4, float4{});
+            store_out<Out>(args, row * args.out_stride + i * 4, float4{});
         }
     }
 }
@@ -58,6 +59,14 @@ __device__ inline void wait_copies(int pending) {
 #endif
 }
 
+// kept: this thread has kept a part of the plan, which the next kernel reads before it waits for
+// this one.
+__device__ inline void meet_neighbours(bool kept) {
+    if (kept) __threadfence();
+    wait_for_kernel_before();
+    let_next_kernel_start();
+}
+
 // The lengths, the block table and all KV but a row's newest token are read while the kernel before
 // this one may still run: a Tile that is launched so waits before it reads the newest ones.
 //
@@ -65,11 +74,11 @@ __device__ inline void wait_copies(int pending) {
 // where a Tile can (kKeepsPlan): their first reads of KV then wait for one read, not for three.
 //
 // Tile: start(args, cursor, kept) begins to read ahead, and notes what it reads if `kept` is not
-// null; start_planned(args, planned) does so by these notes. load_queries(args, segment), before
-// begin(args) goes over to that segment; step(args, valid, cursor) adds the tile that was read
-// first and reads ahead. Then output(args, segment) writes the result, or finish(args, slot) leaves
-// the warp's sums. A tile has its warp's memory for itself until it leaves its sums at the
-// beginning of it.
+// null; start_planned(args, planned) and go_on_planned(args, planned) do so by these notes.
+// load_queries(args, segment), before begin(args) goes over to that segment; step(args, valid,
+// cursor) adds the tile that was read first and reads ahead. Then output(args, segment) writes the
+// result, or finish(args, slot) leaves the warp's sums. A tile has its warp's memory for itself
+// until it leaves its sums at the beginning of it. Out: as store_out's.
 template <class Tile>
 __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     extern __shared__ __align__(kStageAlignment) char shared[];
@@ -79,10 +88,12 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     Tile tile(args, area.own_memory(args), area.barriers + warp * kMaxStages);
     PlannedPiece* const kept = args.plan + blockIdx.x * kMaxWarps + warp;
     const bool is_planned = Tile::kKeepsPlan && args.is_planned;
-    const bool keeps = Tile::kKeepsPlan && args.plan != nullptr && threadIdx.x % 32 == 0;
+    const bool keeps =
+        Tile::kKeepsPlan && !is_planned && args.plan != nullptr && threadIdx.x % 32 == 0;
     Piece piece;
+    PlannedPiece planned;
     if (is_planned) {
-        const PlannedPiece planned = load_planned(kept);
+        planned = load_planned(kept);
         piece = piece_of(planned);
         if constexpr (Tile::kKeepsPlan) tile.start_planned(args, planned);
     } else {
@@ -92,8 +103,7 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     if (threadIdx.x % 32 < 2) area.segments[2 * warp + threadIdx.x % 32].tiles = 0;
     __syncwarp();
     if (piece.warp_begin == piece.warp_end) {
-        wait_for_kernel_before();
-        let_next_kernel_start();
+        meet_neighbours(keeps);
     } else {
         Cursor cursor(args, piece);
         if (is_planned) {
@@ -101,11 +111,13 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         } else {
             tile.start(args, cursor, keeps ? kept : nullptr);
         }
-        wait_for_kernel_before();
-        let_next_kernel_start();
+        meet_neighbours(keeps);
         int unit = piece.warp_begin;
         Segment segment = piece.first, next = segment;
         tile.load_queries(args, segment);
+        if constexpr (Tile::kKeepsPlan) {
+            if (is_planned) tile.go_on_planned(args, planned);
+        }
         for (;; segment = next, unit = segment.start) {
             const int end = segment.end() < piece.warp_end ? segment.end() : piece.warp_end;
             const bool is_last = segment.after() >= piece.warp_end;
@@ -132,9 +144,8 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
             if (is_last) break;
         }
     }
-    if (piece.has_empty_rows) zero_empty_rows(args);
-    if (piece.begin < piece.end)
-        merge_piece<Tile::kMergeHeads, Tile::kWarps <= 12 ? 4 : 2>(args, piece, area);
+    if (piece.has_empty_rows) zero_empty_rows<typename Tile::Out>(args);
+    if (piece.begin < piece.end) merge_piece<typename Tile::Out>(args, piece, area);
 }
 
 // Not compiled for GPUs on which it is never launched.

@@ -42,10 +42,10 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     int last_row;         // of that tile
     Segment next;         // that begin() goes over to: the registers have no room for its queries
 
+    using Out = T;
     static constexpr int kCapability = 80;
     static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
-    static constexpr int kMergeHeads = 2;
     static int warp_bytes(const DecodeArgs& args, int) {
         return slot_floats(args.heads, kHeadDim) * 4;
     }

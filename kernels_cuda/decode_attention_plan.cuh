@@ -91,6 +91,7 @@ __device__ inline Segment find_segment(const DecodeArgs& args, int unit) {
     // The row is the first whose units, with those before it, are more than `target`.
     const int target = unit / segments;
     int before = 0;
+#pragma unroll 1
     for (int base = 0;; base += 32) {
         const int context = base + lane < args.n ? args.context_lens[base + lane] : 0;
         int sum = units_of(context);
@@ -140,6 +141,7 @@ __device__ inline Piece find_piece(const DecodeArgs& args) {
     constexpr int kAtOnce = 4;  // loads of a lane
     int units = 0, rows = 0;    // rows: with tokens
     int longest = 0;
+#pragma unroll 1
     for (int base = lane; base < args.n; base += 32 * kAtOnce) {
         int contexts[kAtOnce];
 #pragma unroll

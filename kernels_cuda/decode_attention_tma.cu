@@ -37,10 +37,10 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     unsigned k_row, v_row;      // the rows whose address this lane gives, in bytes
     unsigned k_chunk, v_chunk;  // and the chunk of the first step, permuted
 
+    using Out = T;
     static constexpr int kCapability = 90;
     static constexpr bool kKeepsPlan = true;
     static constexpr int kMinStages = 2;
-    static constexpr int kMergeHeads = kHeadDim * kColumns <= 128 ? 4 : 2;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         const int slot = slot_floats(args.heads, kHeadDim) * 4, all = stages * kStageBytes;
         return slot <= all ? all : (slot + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
@@ -62,6 +62,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         v_chunk = (lane / 8 % 2 ^ v_token % 8) * 16;
         if (lane == 0) {
             prefetch_map(args.kv_map);
+#pragma unroll 1
             for (int i = 0; i < args.stages; ++i) init_barrier(barriers + i * 8);
             fence_accelerator();
         }
@@ -92,26 +93,31 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     }
 
     __device__ void start(const DecodeArgs& args, Cursor& cursor, PlannedPiece* kept) {
-        int newest = 0;
         for (int i = 0; i < args.stages; ++i) {
             // A row's newest token may be what the kernel before this one writes.
-            if (cursor.valid() && cursor.tile() == cursor.segment.tiles - 1) {
-                wait_for_kernel_before();
-                newest |= 1 << i;
-            }
+            const bool is_newest = cursor.valid() && cursor.tile() == cursor.segment.tiles - 1;
+            if (is_newest) wait_for_kernel_before();
             find_next(args, cursor);
             if (kept != nullptr) kept->rows[i] = next_row;
+            if (kept != nullptr && i == 0) kept->is_newest = is_newest;
             copy_next(args, i);
         }
-        if (kept != nullptr) kept->newest = newest;
     }
 
+    // The first tile, before the kernel before this one is done. The others would queue up in front
+    // of what that one's last blocks still have to read, and of the queries.
     __device__ void start_planned(const DecodeArgs& args, const PlannedPiece& planned) {
         if (planned.warp_begin == planned.warp_end) return;
+        if (planned.is_newest) wait_for_kernel_before();
+        next_row = planned.rows[0];
+        copy_next(args, 0);
+    }
+
+    // The others, after it and after load_queries().
+    __device__ void go_on_planned(const DecodeArgs& args, const PlannedPiece& planned) {
 #pragma unroll
-        for (int i = 0; i < kMaxStages; ++i) {
+        for (int i = 1; i < kMaxStages; ++i) {
             if (i >= args.stages) break;
-            if (planned.newest & 1 << i) wait_for_kernel_before();
             next_row = planned.rows[i];
             copy_next(args, i);
         }
@@ -259,9 +265,11 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
             this->store_scalars(args, slot, head, weight, c, column);
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
-                const int quad = 4 * i + g() / 4;
-                slot[4 * place_in_slot(args, head, quad) + g() % 4] = sums[i][c][column];
-                slot[4 * place_in_slot(args, head, quad + 2) + g() % 4] = sums[i][c][column + 2];
+                // place_in_slot, with what is known here.
+                float* dims = slot + head * kHeadDim + i / 2 * 32 + g() % 4;
+                const int quad = i % 2 * 4 + g() / 4;
+                dims[(quad ^ 2 * t()) * 4] = sums[i][c][column];
+                dims[((quad + 2) ^ 2 * t()) * 4] = sums[i][c][column + 2];
             }
         });
     }
