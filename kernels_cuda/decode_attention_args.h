@@ -17,7 +17,7 @@ constexpr int kMaxStages = 4;
 
 // What a warp has to do, kept from one layer of a pass to the next. The fields are those of Piece.
 struct alignas(64) PlannedPiece {
-    int32_t cut_length, cut_longer;
+    int32_t cut_span, cut_parts, cut_length, cut_longer;
     int32_t begin, end, warp_begin, warp_end;
     int32_t row, head, context, start;  // of its first segment
     int32_t has_empty_rows;

@@ -65,20 +65,29 @@ __device__ inline void advance(const DecodeArgs& args, Segment& segment) {
     } while (segment.tiles == 0);
 }
 
-// 0 .. total cut into `parts` pieces, the first ones longer by one where they cannot all be equal.
+// Equal spans from 0 on, each cut into `parts` pieces, the first ones longer by one where they
+// cannot all be equal.
 struct Cut {
-    int length, longer;  // of a piece; how many are longer by one
+    int span, parts;
+    int length, longer;  // of a piece; how many of a span are longer by one
 
-    __device__ Cut(int total, int parts) : length(total / parts), longer(total - length * parts) {}
-    __device__ int begin(int part) const { return part * length + (part < longer ? part : longer); }
+    __device__ Cut(int span, int parts)
+        : span(span), parts(parts), length(span / parts), longer(span - length * parts) {}
+    __device__ int begin(int piece) const {
+        const int before = piece / parts, part = piece - before * parts;
+        return before * span + part * length + (part < longer ? part : longer);
+    }
     __device__ int owner(int unit) const {
-        const int in_longer = longer * (length + 1);
-        return unit < in_longer ? unit / (length + 1) : longer + (unit - in_longer) / length;
+        const int before = unit / span, in_longer = longer * (length + 1);
+        unit -= before * span;
+        const int part =
+            unit < in_longer ? unit / (length + 1) : longer + (unit - in_longer) / length;
+        return before * parts + part;
     }
 };
 
 struct Piece {
-    Cut cut{0, 1};             // of all units, between the blocks
+    Cut cut{1, 1};             // of all units, between the blocks
     int begin, end;            // this block's units
     int warp_begin, warp_end;  // this warp's; begins with a tile if it has any
     Segment first;             // the segment of warp_begin, if the warp has a tile
@@ -118,11 +127,12 @@ __device__ inline Segment find_segment(const DecodeArgs& args, int unit) {
     }
 }
 
-// Blocks that get a piece. Not more than can have a unit for each warp, so that little work is not
-// cut to shreds. Such that equal segments end where pieces do, where segments are short on the
+// Between the blocks. Not more of them than can have a unit for each warp, so that little work is
+// not cut to shreds. Such that equal segments end where pieces do, where segments are short on the
 // average, or equal and a piece gets no longer than sharing a segment takes: that costs more than
-// the multiprocessors that are left idle.
-__device__ inline int blocks_of(int total, int segments, int grid, int warps, bool are_equal) {
+// the multiprocessors that are left idle. A block that shares two segments comes last at both.
+__device__ inline Cut cut_between_blocks(int total, int segments, int grid, int warps,
+                                         bool are_equal) {
     constexpr int kSharingUnits = 6;  // 1.5 us of one of 132 multiprocessors
     const int most = total / warps > 1 ? total / warps : 1;
     const int ctas = grid < most ? grid : most;
@@ -130,9 +140,12 @@ __device__ inline int blocks_of(int total, int segments, int grid, int warps, bo
     const int whole = (segments + of_a_block - 1) / of_a_block;
     const bool are_short = total / (3 * warps) < segments;
     const bool few_idle = segments <= grid || whole * 10 >= grid * 9;
-    const bool as_fast =
-        are_equal && of_a_block * (total / segments) <= total / ctas + kSharingUnits;
-    return ((are_short && few_idle) || as_fast) && whole < ctas ? whole : ctas;
+    const int longest = total / ctas + kSharingUnits, segment = total / segments;
+    const bool as_fast = are_equal && of_a_block * segment <= longest;
+    if (((are_short && few_idle) || as_fast) && whole < ctas) return Cut(total, whole);
+    const int per_segment = ctas / segments;
+    const bool fit = are_equal && per_segment > 1 && (segment - 1) / per_segment < longest;
+    return fit ? Cut(segment, per_segment) : Cut(total, ctas);
 }
 
 // Every warp computes it by itself.
@@ -163,9 +176,9 @@ __device__ inline Piece find_piece(const DecodeArgs& args) {
     const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
     if (total == 0) return piece;
     const bool are_equal = int64_t{rows} * units_of(max_of_lanes(longest)) == units;
-    const int ctas = blocks_of(total, rows * args.kv_heads * args.splits, grid, warps, are_equal);
-    if (cta >= ctas) return piece;
-    piece.cut = Cut(total, ctas);
+    const int segments = rows * args.kv_heads * args.splits;
+    piece.cut = cut_between_blocks(total, segments, grid, warps, are_equal);
+    if (cta >= total / piece.cut.span * piece.cut.parts) return piece;
     piece.begin = piece.cut.begin(cta);
     piece.end = piece.cut.begin(cta + 1);
     const Cut between_warps(piece.end - piece.begin, warps);
@@ -194,6 +207,7 @@ __device__ inline PlannedPiece load_planned(const PlannedPiece* at) {
 
 __device__ inline Piece piece_of(const PlannedPiece& planned) {
     Piece piece{};
+    piece.cut.span = planned.cut_span, piece.cut.parts = planned.cut_parts;
     piece.cut.length = planned.cut_length, piece.cut.longer = planned.cut_longer;
     piece.begin = planned.begin, piece.end = planned.end;
     piece.warp_begin = planned.warp_begin, piece.warp_end = planned.warp_end;
@@ -205,6 +219,7 @@ __device__ inline Piece piece_of(const PlannedPiece& planned) {
 
 // All but the first tiles, which whoever reads them adds.
 __device__ inline void keep_piece(const Piece& piece, PlannedPiece* at) {
+    at->cut_span = piece.cut.span, at->cut_parts = piece.cut.parts;
     at->cut_length = piece.cut.length, at->cut_longer = piece.cut.longer;
     at->begin = piece.begin, at->end = piece.end;
     at->warp_begin = piece.warp_begin, at->warp_end = piece.warp_end;
