@@ -18,8 +18,8 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-constexpr int kPartsAtOnce = 18;  // that a warp adds up
 constexpr int kStageAlignment = 1024;  // what the tensor memory accelerator's swizzle wants
+constexpr int kPartsAtOnce = 18;       // that a warp adds up
 
 // What the warps of a block leave for its end. Slot 2w is for the segment that warp w has from the
 // warp before it, slot 2w + 1 for the one that it starts and the next warp goes on with. The sums
@@ -142,13 +142,13 @@ struct PartsOfBlocks {
     }
 };
 
-// body(i) for i < count, kPartsAtOnce at most. What is not needed is jumped over by sixes.
-template <class Body>
+// body(i) for i < count, kMost at most. What is not needed is jumped over by sixes.
+template <int kMost, class Body>
 __device__ inline void for_each_part(int count, Body body) {
-    constexpr int kStep = 6;
-    static_assert(kPartsAtOnce % kStep == 0);
+    constexpr int kStep = kMost < 6 ? kMost : 6;
+    static_assert(kMost % kStep == 0);
 #pragma unroll
-    for (int first = 0; first < kPartsAtOnce; first += kStep) {
+    for (int first = 0; first < kMost; first += kStep) {
         if (first >= count) break;
 #pragma unroll
         for (int i = first; i < first + kStep; ++i) {
@@ -157,51 +157,77 @@ __device__ inline void for_each_part(int count, Body body) {
     }
 }
 
-// By a warp: a segment's sums of a head, from parts to the output, or, if `partial` is not null, to
-// a part that is larger. Each lane takes the scalars of one part and four dims, of kPartsAtOnce
-// parts at once: what is read takes a while to arrive.
-template <class Out, class Parts>
-__device__ inline void merge_head(const DecodeArgs& args, const Segment& segment,
-                                  const Parts& parts, int head, float* partial) {
+// By a warp: a segment's sums of kHeads heads from `first` on, from parts to the output, or, if
+// `partial` is not null, to a part that is larger. Each lane takes the scalars of one part and four
+// dims, of kAtOnce parts at once: what is read takes a while to arrive.
+template <class Out, int kHeads, int kAtOnce, class Parts>
+__device__ inline void merge_heads(const DecodeArgs& args, const Segment& segment,
+                                   const Parts& parts, int first, float* partial) {
+    const Heads heads = heads_of(args, segment);
     const int lane = threadIdx.x % 32;
-    const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim + head;
-    const int64_t out = segment.row * args.out_stride +
-                        int64_t{heads_of(args, segment).first + head} * args.head_dim;
+    const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
+    const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
+    const auto head_at = [&](int h) { return first + h < heads.count ? first + h : first; };
 #pragma unroll 1
     for (int quad = lane; quad - lane < quads; quad += 32) {
-        const int place = place_in_slot(args, head, quad < quads ? quad : 0);
-        float maximum = -INFINITY, weight = 0.0f;
-        float4 sum{};
+        const auto place_of = [&](int head) {
+            return place_in_slot(args, head, quad < quads ? quad : 0);
+        };
+        float maximum[kHeads], weight[kHeads];
+        float4 sum[kHeads];
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) maximum[h] = -INFINITY, weight[h] = 0.0f, sum[h] = {};
 #pragma unroll 1
-        for (int done = 0; done < parts.count; done += kPartsAtOnce) {
+        for (int done = 0; done < parts.count; done += kAtOnce) {
             const int rest = parts.count - done;
-            const bool exists = lane < rest && lane < kPartsAtOnce;
+            const bool exists = lane < rest && lane < kAtOnce;
             const float* of_lane = parts.at(done + (exists ? lane : 0)) + scalars;
-            float share = Parts::load(of_lane), weight_of_lane = Parts::load(of_lane + args.heads);
-            float4 sums[kPartsAtOnce];
-            for_each_part(rest, [&](int i) {
-                sums[i] = Parts::load(reinterpret_cast<const float4*>(parts.at(done + i)) + place);
+            float shares[kHeads], weights[kHeads];
+            float4 sums[kHeads][kAtOnce];
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) {
+                shares[h] = Parts::load(of_lane + head_at(h));
+                weights[h] = Parts::load(of_lane + args.heads + head_at(h));
+            }
+            for_each_part<kAtOnce>(rest, [&](int i) {
+                const float4* part = reinterpret_cast<const float4*>(parts.at(done + i));
+#pragma unroll
+                for (int h = 0; h < kHeads; ++h) {
+                    sums[h][i] = Parts::load(part + place_of(head_at(h)));
+                }
             });
-            if (!exists) share = -INFINITY, weight_of_lane = 0.0f;
-            const float higher = fmaxf(maximum, max_of_lanes(share));
-            const float old_share = exp2_fast(maximum - higher);
-            share = exp2_fast(share - higher);
-            maximum = higher;
-            weight = weight * old_share + sum_of_lanes(share * weight_of_lane);
-            sum = scaled(sum, old_share);
-            for_each_part(rest, [&](int i) {
-                add_scaled(sum, sums[i], __shfl_sync(kAllLanes, share, i));
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) {
+                if (!exists) shares[h] = -INFINITY, weights[h] = 0.0f;
+                const float higher = fmaxf(maximum[h], max_of_lanes(shares[h]));
+                const float old_share = exp2_fast(maximum[h] - higher);
+                shares[h] = exp2_fast(shares[h] - higher);
+                maximum[h] = higher;
+                weight[h] = weight[h] * old_share + sum_of_lanes(shares[h] * weights[h]);
+                sum[h] = scaled(sum[h], old_share);
+            }
+            for_each_part<kAtOnce>(rest, [&](int i) {
+#pragma unroll
+                for (int h = 0; h < kHeads; ++h) {
+                    add_scaled(sum[h], sums[h][i], __shfl_sync(kAllLanes, shares[h], i));
+                }
             });
         }
         if (quad >= quads) continue;
-        if (partial == nullptr) {
-            store_out<Out>(args, out + quad * 4, scaled(sum, __fdividef(1.0f, weight)));
-            continue;
-        }
-        __stcg(reinterpret_cast<float4*>(partial) + place, sum);
-        if (quad == 0) {
-            __stcg(partial + scalars, maximum);
-            __stcg(partial + scalars + args.heads, weight);
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+            const int head = first + h;
+            if (head >= heads.count) break;
+            if (partial == nullptr) {
+                const float4 result = scaled(sum[h], __fdividef(1.0f, weight[h]));
+                store_out<Out>(args, out + head * args.head_dim + quad * 4, result);
+                continue;
+            }
+            __stcg(reinterpret_cast<float4*>(partial) + place_of(head), sum[h]);
+            if (quad == 0) {
+                __stcg(partial + scalars + head, maximum[h]);
+                __stcg(partial + scalars + args.heads + head, weight[h]);
+            }
         }
     }
 }
@@ -230,24 +256,36 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
     const unsigned all = __ballot_sync(kAllLanes, used);
     if (all == 0) return;
     const unsigned begins = (all & 0xaaaaaaaau) | (all & (0u - all));
-    const int segments = __popc(begins);
+    // All segments at once, each by a team of warps. With many segments, by one warp, which then
+    // has many heads of few parts each: it takes two at once.
+    const int segments = __popc(begins), team = segments < warps ? warps / segments : 1;
+    unsigned rest = begins;
 #pragma unroll 1
-    for (int item = warp; item < segments * args.heads; item += warps) {
-        unsigned rest = begins;  // from this item's segment on
-        int head = item;
-#pragma unroll 1
-        for (; head >= args.heads; head -= args.heads) rest &= rest - 1;
-        const unsigned begin = rest & (0u - rest), others = rest ^ begin;
-        const unsigned next = others & (0u - others);  // 0: this is the last segment
+    for (int i = 0; rest != 0; ++i) {
+        const unsigned begin = rest & (0u - rest);
+        rest ^= begin;
+        if (i % (warps / team) != warp / team) continue;
+        const unsigned next = rest & (0u - rest);  // bit of the next segment; 0: there is none
         const unsigned slots = all & (next - 1) & (0u - begin);
         const int first = __ffs(slots) - 1;
         const Segment segment = area.segments[first];
-        if (head >= heads_of(args, segment).count) continue;
+        const int heads = heads_of(args, segment).count;
         const bool starts_here = segment.start >= piece.begin;
         const bool is_whole = starts_here && segment.end() <= piece.end;
         float* partial = args.partials + (2 * int64_t{blockIdx.x} + starts_here) * slot;
+        if (is_whole) partial = nullptr;
         const PartsOfWarps parts{area.sums + first / 2 * 2, first % 2 != 0, __popc(slots)};
-        merge_head<Out>(args, segment, parts, head, is_whole ? nullptr : partial);
+        if (segments > 3) {
+#pragma unroll 1
+            for (int head = warp % team * 2; head < heads; head += team * 2) {
+                merge_heads<Out, 2, 4>(args, segment, parts, head, partial);
+            }
+        } else {
+#pragma unroll 1
+            for (int head = warp % team; head < heads; head += team) {
+                merge_heads<Out, 1, kPartsAtOnce>(args, segment, parts, head, partial);
+            }
+        }
     }
     // The slots of the segments that other blocks share; -1: there is none.
     int from_before = __ffs(all) - 1, to_next = 31 - __clz(static_cast<int>(begins));
@@ -281,7 +319,7 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         const int heads = heads_of(args, segment).count;
 #pragma unroll 1
         for (int head = warp; head < heads; head += warps) {
-            merge_head<Out>(args, segment, parts, head, nullptr);
+            merge_heads<Out, 1, kPartsAtOnce>(args, segment, parts, head, nullptr);
         }
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random as python_random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -49,10 +49,12 @@ class Case:
         workspace: Tensor | None = None,
         plan: Tensor | None = None,
         is_planned: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         n, q_heads, head_dim = self.q.shape
         _, kv_heads, _, block_size, _ = self.kv.shape
-        out = strided(poisoned(n, q_heads, head_dim, dtype=self.q.dtype), 24)
+        if out is None:
+            out = self.new_out()
         if workspace is None:
             workspace = new_workspace(self, num_ctas)
         kernels.decode_attention(
@@ -63,6 +65,9 @@ class Case:
             0 if plan is None else plan.data_ptr(), is_planned, stream(),
         )  # fmt: skip
         return out
+
+    def new_out(self) -> Tensor:
+        return strided(poisoned(*self.q.shape, dtype=self.q.dtype), 24)
 
     def expected(self) -> Tensor:
         n, q_heads, head_dim = self.q.shape
@@ -187,6 +192,28 @@ def test_same_inputs_same_bits(dtype: torch.dtype) -> None:
         other.run(200, workspace)  # leaves other partial results behind
         assert torch.equal(case.run(264, workspace), first)
     case.check(264, workspace)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(
+    "contexts", [[512] * 32, [2048] * 8, [16384], [9000, *[132] * 20]], ids=str
+)
+def test_layers_one_behind_another(contexts: list[int], group: int) -> None:
+    """Each call begins while the one before it runs, and all but the first read what that one has
+    just kept: the same bits as where each finds out by itself."""
+    case = make_case(contexts, kv_heads=8, group=group)
+    layers = [replace(case, kv=case.kv * (1 + i / 8)) for i in range(6)]
+    layers[0].check()
+    workspace = new_workspace(case, 132)
+    expected = [layer.run(132, workspace) for layer in layers]
+    plan = torch.empty(kernels.decode_attention_plan_bytes(132), dtype=torch.uint8, device="cuda")
+    for _ in range(5):
+        plan.fill_(0x7F)
+        outs = [layer.new_out() for layer in layers]
+        for i, (layer, out) in enumerate(zip(layers, outs, strict=True)):
+            layer.run(132, workspace, plan, i > 0, out)
+        for out, one in zip(outs, expected, strict=True):
+            assert torch.equal(out, one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
