@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,43 @@ def test_regimes_of_a_whole_gpu() -> None:
     ]
     text = (DOCS / "architecture.md").read_text()
     assert f"llama2-7b on a whole GPU {', '.join(pairs)}" in text
+
+
+def test_shares_of_gpu_attention() -> None:
+    shares: dict[tuple[int, str], dict[str, float]] = {}
+    for line in read("gpu_attention.json")["results"]:
+        shares.setdefault((line["sms"], line["shape"]), {})[line["contexts"]] = line["share"]
+    text = (DOCS / "architecture.md").read_text()
+    text = text[text.index("Attention alone, calls one behind") :]
+    groups = ("MHA", "GQA-4", "GQA-8")
+    short, uneven = "256 x 128", "1 x 12288 + 31 x 132"
+
+    def shown(value: float) -> str:
+        return f"{value:.2f}".lstrip("0")
+
+    def of_each(sms: int, contexts: str) -> str:
+        return "(" + ", ".join(shown(shares[sms, group][contexts]) for group in groups) + ")"
+
+    def ranges(sms: int, tokens: tuple[int, ...]) -> str:
+        words = []
+        for group in groups:
+            values = [
+                share
+                for contexts, share in shares[sms, group].items()
+                if contexts not in (short, uneven)
+                and math.prod(map(int, contexts.split(" x "))) in tokens
+            ]
+            words.append(f"{shown(min(values))} to {shown(max(values))}")
+        return f"{words[0]}, {words[1]} and {words[2]}"
+
+    for words in (
+        f"on 8 multiprocessors {ranges(8, (16384, 65536, 64000))}",
+        f"but for 256 rows of 128 tokens {of_each(8, short)[:-1]}",
+        f"one long row beside 31 short ones {of_each(8, uneven)[:-1]}",
+        f"with 64,000 tokens {ranges(132, (65536, 64000))}",
+        f"with 16,384 tokens {ranges(132, (16384,))}",
+        f"with one row {of_each(132, '1 x 16384')}",
+        f"256 rows of 128 {of_each(132, short)}",
+        f"beside short ones {of_each(132, uneven)}",
+    ):
+        assert words in text, words
