@@ -16,8 +16,9 @@ namespace swiftapex {
 //   workspace     decode_attention_workspace() bytes, zeroed once, for one stream at a time. One
 //                 that is large enough serves any call.
 //   plan          decode_attention_plan_bytes(), or null: who computes what. is_planned: as an
-//                 earlier call has left it, of another layer, with the same contexts, block table
-//                 and sizes, and at least one other kernel between the two that is no such call.
+//                 earlier call has left it, of another layer, with the same contexts, block table,
+//                 sizes and alignment of q and out. One may follow the other directly, but a call
+//                 that leaves a plan for other contexts must not follow one that reads it so.
 // The grid is num_ctas thread blocks, whatever the contexts: they divide the work between them on
 // the device (decode_attention_plan.cuh), so that a captured graph stays balanced when the contexts
 // change. One block fills a multiprocessor: num_ctas is best the number of multiprocessors.

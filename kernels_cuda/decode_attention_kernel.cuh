@@ -59,12 +59,12 @@ __device__ inline void wait_copies(int pending) {
 #endif
 }
 
-// kept: this thread has kept a part of the plan, which the next kernel reads before it waits for
-// this one.
-__device__ inline void meet_neighbours(bool kept) {
-    if (kept) __threadfence();
+// keeps: this call keeps a plan, which the next kernel reads before it waits for this one. So that
+// one starts when this one is done, and finds what each warp's first lane has written.
+__device__ inline void meet_neighbours(bool keeps) {
+    if (keeps && threadIdx.x % 32 == 0) __threadfence();
     wait_for_kernel_before();
-    let_next_kernel_start();
+    if (!keeps) let_next_kernel_start();
 }
 
 // The lengths, the block table and all KV but a row's newest token are read while the kernel before
@@ -86,19 +86,19 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     const int warp = threadIdx.x / 32;
 
     Tile tile(args, area.own_memory(args), area.barriers + warp * kMaxStages);
-    PlannedPiece* const kept = args.plan + blockIdx.x * kMaxWarps + warp;
+    PlannedPiece* const of_warp = args.plan + blockIdx.x * kMaxWarps + warp;
     const bool is_planned = Tile::kKeepsPlan && args.is_planned;
-    const bool keeps =
-        Tile::kKeepsPlan && !is_planned && args.plan != nullptr && threadIdx.x % 32 == 0;
+    const bool keeps = Tile::kKeepsPlan && !is_planned && args.plan != nullptr;
+    PlannedPiece* const kept = keeps && threadIdx.x % 32 == 0 ? of_warp : nullptr;
     Piece piece;
     PlannedPiece planned;
     if (is_planned) {
-        planned = load_planned(kept);
+        planned = load_planned(of_warp);
         piece = piece_of(planned);
         if constexpr (Tile::kKeepsPlan) tile.start_planned(args, planned);
     } else {
         piece = find_piece(args);
-        if (keeps) keep_piece(piece, kept);
+        if (kept != nullptr) keep_piece(piece, kept);
     }
     if (threadIdx.x % 32 < 2) area.segments[2 * warp + threadIdx.x % 32].tiles = 0;
     __syncwarp();
@@ -109,7 +109,7 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         if (is_planned) {
             for (int i = 0; i < args.stages && cursor.valid(); ++i) cursor.move(args);
         } else {
-            tile.start(args, cursor, keeps ? kept : nullptr);
+            tile.start(args, cursor, kept);
         }
         meet_neighbours(keeps);
         int unit = piece.warp_begin;

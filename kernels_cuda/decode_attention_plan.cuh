@@ -1,9 +1,9 @@
 // Who computes what. The work is a line of units, ordered by row, KV head (or part of its group)
-// and tile of 16 tokens. The thread blocks cut it into equal pieces, whatever lies where, and the
-// warps of a block cut its piece again. A segment is the units of one row and head: its tiles, and
-// kEndUnits after them, in place of the time that its end and the next one's beginning take. A
-// warp's piece holds whole ones, parts of the first and the last, or part of a single one that many
-// warps share.
+// and tile of 16 tokens. The thread blocks cut it into equal pieces, whatever lies where, or, where
+// that takes no longer, at the ends of segments too; the warps of a block cut its piece again. A
+// segment is the units of one row and head: its tiles, and kEndUnits after them, in place of the
+// time that its end and the next one's beginning take. A warp's piece holds whole ones, parts of
+// the first and the last, or part of a single one that many warps share.
 #pragma once
 
 #include "kernels_cuda/decode_attention_args.h"

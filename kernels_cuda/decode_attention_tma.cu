@@ -105,7 +105,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     }
 
     // The first tile, before the kernel before this one is done. The others would queue up in front
-    // of what that one's last blocks still have to read, and of the queries.
+    // of what that one's last blocks still have to read, and of the queries (kAhead).
     __device__ void start_planned(const DecodeArgs& args, const PlannedPiece& planned) {
         if (planned.warp_begin == planned.warp_end) return;
         if (planned.is_newest) wait_for_kernel_before();

@@ -3,9 +3,9 @@
 Both run on the same multiprocessors (a green context limits them) and in turns over the same pool
 of KV, which is larger than the L2 cache: a part of it for each layer, whose blocks are read in the
 same random order, as a batch's are. Prints one JSON object: `attention_us` of calls one behind the
-other, where each begins while the one before it ends and all but the first know from that one who
-computes what; `layer_us`, what a call adds to rotate-and-append in a graph of 32 layers; `share`
-and `layer_share` are the read's time over these.
+other, where the first of 32 finds out who computes what for all, and all but the second begin while
+the one before them ends; `layer_us`, what a call adds to rotate-and-append in a graph of 32 layers;
+`share` and `layer_share` are the read's time over these.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ NaN, so is the output beforehand; block table entries past a context point nowhe
 
 from __future__ import annotations
 
+import itertools
 import random as python_random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -194,14 +195,20 @@ def test_same_inputs_same_bits(dtype: torch.dtype) -> None:
     case.check(264, workspace)
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(
-    "contexts", [[512] * 32, [2048] * 8, [16384], [9000, *[132] * 20]], ids=str
+    ("contexts", "group", "head_dim"),
+    [
+        *itertools.product(
+            [[512] * 32, [2048] * 8, [16384], [9000, *[132] * 20]], [1, 4, 8], [128]
+        ),
+        *itertools.product([[16], [40, 0], [300] * 3], [1, 8], [64, 128, 256]),
+    ],
+    ids=str,
 )
-def test_layers_one_behind_another(contexts: list[int], group: int) -> None:
-    """Each call begins while the one before it runs, and all but the first read what that one has
-    just kept: the same bits as where each finds out by itself."""
-    case = make_case(contexts, kv_heads=8, group=group)
+def test_layers_one_behind_another(contexts: list[int], group: int, head_dim: int) -> None:
+    """Where nothing lies between the calls, those of later layers begin while the one before still
+    runs, and read what the first has kept: the same bits as where each finds out by itself."""
+    case = make_case(contexts, kv_heads=8, group=group, head_dim=head_dim)
     layers = [replace(case, kv=case.kv * (1 + i / 8)) for i in range(6)]
     layers[0].check()
     workspace = new_workspace(case, 132)
