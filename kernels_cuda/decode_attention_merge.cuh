@@ -256,8 +256,9 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
     const unsigned all = __ballot_sync(kAllLanes, used);
     if (all == 0) return;
     const unsigned begins = (all & 0xaaaaaaaau) | (all & (0u - all));
-    // All segments at once, each by a team of warps. With many segments, by one warp, which then
-    // has many heads of few parts each: it takes two at once.
+    // All segments at once, each by a team of warps. Where there are many, each has few parts, and
+    // a warp many heads: it takes two at once. Loops here are not unrolled, as their code runs once
+    // in a call and comes from far away.
     const int segments = __popc(begins), team = segments < warps ? warps / segments : 1;
     unsigned rest = begins;
 #pragma unroll 1
