@@ -54,9 +54,11 @@ __host__ __device__ inline int slot_floats(int heads, int head_dim) {
 }
 
 // Token `position` of a request: the column of its block table, and the place in that block.
-// Divisions are slow.
+// Divisions are slow. kShifts: the block size is known to be a power of two.
+template <bool kShifts = false>
 __device__ inline int column_of(const DecodeArgs& args, int position) {
-    return args.block_shift >= 0 ? position >> args.block_shift : position / args.block_size;
+    if (kShifts || args.block_shift >= 0) return position >> args.block_shift;
+    return position / args.block_size;
 }
 __device__ inline int place_in_block(const DecodeArgs& args, int position) {
     return args.block_shift >= 0 ? position & (args.block_size - 1) : position % args.block_size;

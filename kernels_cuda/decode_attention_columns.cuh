@@ -16,7 +16,8 @@ struct Columns {
     // higher by kSlack, as raising it takes a while: weights then reach 2^kSlack.
     float maxima[kColumns][2];
     static constexpr float kSlack = 8.0f;
-    float weights[kColumns][2];  // of this lane's tokens
+    float limits[kColumns][2];   // of products, above which maxima are raised
+    float weights[kColumns][4];  // their sums over all tokens, twice: a product with ones
 
     static __device__ int g() { return threadIdx.x % 32 / 4; }
     static __device__ int t() { return threadIdx.x % 4; }
@@ -24,8 +25,9 @@ struct Columns {
     __device__ void clear() {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-            maxima[c][0] = maxima[c][1] = -INFINITY;
-            weights[c][0] = weights[c][1] = 0.0f;
+            maxima[c][0] = maxima[c][1] = limits[c][0] = limits[c][1] = -INFINITY;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[c][i] = 0.0f;
 #pragma unroll
             for (int i = 0; i < kSums * 4; ++i) sums[i / 4][c][i % 4] = 0.0f;
         }
@@ -37,39 +39,48 @@ struct Columns {
                            float scale_log2, int valid, unsigned (&p)[kColumns][2]) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-            float scores[4];
+            float products[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool exists = g() + i / 2 * 8 < valid;
-                scores[i] = exists ? (even[c][i] + odd[c][i]) * scale_log2 : -INFINITY;
+            for (int i = 0; i < 4; ++i) products[i] = even[c][i] + odd[c][i];
+            if (valid < kTileTokens) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (g() + i / 2 * 8 >= valid) products[i] = -INFINITY;
+                }
             }
-            const float high[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
+            const float high[2] = {fmaxf(products[0], products[2]),
+                                   fmaxf(products[1], products[3])};
             // Seldom after the first tile.
-            if (__any_sync(kAllLanes,
-                           high[0] > maxima[c][0] + kSlack || high[1] > maxima[c][1] + kSlack)) {
-                raise_maxima(c, high);
+            if (__any_sync(kAllLanes, high[0] > limits[c][0] || high[1] > limits[c][1])) {
+                raise_maxima(c, high, scale_log2);
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                float exponents[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    exponents[i] = fmaf(products[2 * half + i], scale_log2, -maxima[c][i]);
+                }
                 const Pack<T, 2> pair =
-                    pair_from_floats<T>(exp2_fast(scores[2 * half] - maxima[c][0]),
-                                        exp2_fast(scores[2 * half + 1] - maxima[c][1]));
-                // The rounded ones are added up, so that the weights sum to one.
-                weights[c][0] += to_float(pair.value[0]);
-                weights[c][1] += to_float(pair.value[1]);
+                    pair_from_floats<T>(exp2_fast(exponents[0]), exp2_fast(exponents[1]));
                 p[c][half] = transpose(reinterpret_cast<const unsigned&>(pair));
             }
+            // The rounded ones are added up, so that the weights sum to one.
+            constexpr unsigned kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+            mma<T>(weights[c], kOnes, kOnes, kOnes, kOnes, p[c][0], p[c][1]);
         }
     }
 
-    __device__ void raise_maxima(int c, const float (&high)[2]) {
+    __device__ void raise_maxima(int c, const float (&high)[2], float scale_log2) {
 #pragma unroll
         for (int column = 0; column < 2; ++column) {
-            float maximum = fmaxf(maxima[c][column], high[column]);
+            float maximum = high[column];
 #pragma unroll
             for (int distance = 16; distance >= 4; distance /= 2) {
                 maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
             }
+            maximum = fmaxf(maxima[c][column], maximum * scale_log2);
+            limits[c][column] = __fdividef(maximum + kSlack, scale_log2);
             const float factor = exp2_fast(maxima[c][column] - maximum);
             maxima[c][column] = maximum;
             weights[c][column] *= factor;
@@ -81,8 +92,7 @@ struct Columns {
         }
     }
 
-    // body(head, weight, c, column) for the lane's columns that are heads; weight: the sum over all
-    // tokens.
+    // body(head, weight, c, column) for the lane's columns that are heads.
     template <class Body>
     __device__ void for_each_head(int heads, Body body) const {
 #pragma unroll
@@ -90,12 +100,7 @@ struct Columns {
 #pragma unroll
             for (int column = 0; column < 2; ++column) {
                 const int head = 8 * c + 2 * t() + column;
-                float weight = weights[c][column];
-#pragma unroll
-                for (int distance = 16; distance >= 4; distance /= 2) {
-                    weight += __shfl_xor_sync(kAllLanes, weight, distance);
-                }
-                if (head < heads) body(head, weight, c, column);
+                if (head < heads) body(head, weights[c][column], c, column);
             }
         }
     }

@@ -31,9 +31,11 @@ struct FmaTile {
     }
 
     using Out = void;
+    using Cursor = swiftapex::Cursor<false>;
     static constexpr int kCapability = 0;
     static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
+    static constexpr bool kSplits = true;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         return slot_floats(args.heads, args.head_dim) * 4 + stages * stage_bytes(args.head_dim);
     }
@@ -86,7 +88,7 @@ struct FmaTile {
     __device__ void load_queries(const DecodeArgs&, const Segment& segment) { next = segment; }
 
     __device__ void begin(const DecodeArgs& args) {
-        const Heads heads = heads_of(args, next);
+        const Heads heads = heads_of<kSplits>(args, next);
         const int64_t first = next.row * args.q_stride + int64_t{heads.first} * args.head_dim;
         for (int i = lane; i < args.heads * args.head_dim; i += 32) {
             float value = 0.0f;
@@ -189,7 +191,7 @@ struct FmaTile {
     __device__ void output(const DecodeArgs& args, const Segment& segment) {
         finish(args, queries);
         __syncwarp();
-        const Heads heads = heads_of(args, segment);
+        const Heads heads = heads_of<kSplits>(args, segment);
         const float* all_weights = queries + args.heads * (args.head_dim + 1);
         const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
         const int quads = args.head_dim / 4;

@@ -105,7 +105,7 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     if (piece.warp_begin == piece.warp_end) {
         meet_neighbours(keeps);
     } else {
-        Cursor cursor(args, piece);
+        typename Tile::Cursor cursor(args, piece);
         if (is_planned) {
             for (int i = 0; i < args.stages && cursor.valid(); ++i) cursor.move(args);
         } else {
@@ -145,7 +145,7 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         }
     }
     if (piece.has_empty_rows) zero_empty_rows<typename Tile::Out>(args);
-    if (piece.begin < piece.end) merge_piece<typename Tile::Out>(args, piece, area);
+    if (piece.begin < piece.end) merge_piece<typename Tile::Out, Tile::kSplits>(args, piece, area);
 }
 
 // Not compiled for GPUs on which it is never launched.

@@ -92,11 +92,14 @@ __device__ inline float4 scaled(float4 x, float weight) {
     return {x.x * weight, x.y * weight, x.z * weight, x.w * weight};
 }
 
-// The q heads of a segment: the last part of a group may have fewer than args.heads.
+// The q heads of a segment: the last part of a group may have fewer than args.heads. kSplits:
+// whether groups may be taken in parts.
 struct Heads {
     int first, count;
 };
+template <bool kSplits>
 __device__ inline Heads heads_of(const DecodeArgs& args, const Segment& segment) {
+    if (!kSplits) return {segment.head * args.group, args.group};
     const int kv_head = kv_head_of(args, segment.head);
     const int skipped = (segment.head - kv_head * args.splits) * args.heads;
     const int rest = args.group - skipped;
@@ -161,12 +164,11 @@ __device__ inline void for_each_part(int count, Body body) {
 // `partial` is not null, to a part that is larger. Each lane takes the scalars of one part and four
 // dims, of kAtOnce parts at once: what is read takes a while to arrive.
 template <class Out, int kHeads, int kAtOnce, class Parts>
-__device__ inline void merge_heads(const DecodeArgs& args, const Segment& segment,
+__device__ inline void merge_heads(const DecodeArgs& args, int row, const Heads& heads,
                                    const Parts& parts, int first, float* partial) {
-    const Heads heads = heads_of(args, segment);
     const int lane = threadIdx.x % 32;
     const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
-    const int64_t out = segment.row * args.out_stride + int64_t{heads.first} * args.head_dim;
+    const int64_t out = row * args.out_stride + int64_t{heads.first} * args.head_dim;
     const auto head_at = [&](int h) { return first + h < heads.count ? first + h : first; };
 #pragma unroll 1
     for (int quad = lane; quad - lane < quads; quad += 32) {
@@ -245,7 +247,7 @@ __device__ inline int add_in_order(int32_t* counter, int x) {
 
 // By the whole block, once its warps have left what they have in the area: what its warps share,
 // then what blocks share, by the one of them that comes last.
-template <class Out>
+template <class Out, bool kSplits>
 __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
                                    const MergeArea& area) {
     __syncthreads();
@@ -270,7 +272,7 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         const unsigned slots = all & (next - 1) & (0u - begin);
         const int first = __ffs(slots) - 1;
         const Segment segment = area.segments[first];
-        const int heads = heads_of(args, segment).count;
+        const Heads heads = heads_of<kSplits>(args, segment);
         const bool starts_here = segment.start >= piece.begin;
         const bool is_whole = starts_here && segment.end() <= piece.end;
         float* partial = args.partials + (2 * int64_t{blockIdx.x} + starts_here) * slot;
@@ -278,13 +280,13 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         const PartsOfWarps parts{area.sums + first / 2 * 2, first % 2 != 0, __popc(slots)};
         if (segments > 3) {
 #pragma unroll 1
-            for (int head = warp % team * 2; head < heads; head += team * 2) {
-                merge_heads<Out, 2, 4>(args, segment, parts, head, partial);
+            for (int head = warp % team * 2; head < heads.count; head += team * 2) {
+                merge_heads<Out, 2, 4>(args, segment.row, heads, parts, head, partial);
             }
         } else {
 #pragma unroll 1
-            for (int head = warp % team; head < heads; head += team) {
-                merge_heads<Out, 1, kPartsAtOnce>(args, segment, parts, head, partial);
+            for (int head = warp % team; head < heads.count; head += team) {
+                merge_heads<Out, 1, kPartsAtOnce>(args, segment.row, heads, parts, head, partial);
             }
         }
     }
@@ -317,10 +319,10 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         if (blocks.y == 0) continue;
         const Segment segment = area.segments[i == 0 ? from_before : to_next];
         const PartsOfBlocks parts{args.partials + 2 * int64_t{blocks.x} * slot, slot, blocks.y};
-        const int heads = heads_of(args, segment).count;
+        const Heads heads = heads_of<kSplits>(args, segment);
 #pragma unroll 1
-        for (int head = warp; head < heads; head += warps) {
-            merge_heads<Out, 1, kPartsAtOnce>(args, segment, parts, head, nullptr);
+        for (int head = warp; head < heads.count; head += warps) {
+            merge_heads<Out, 1, kPartsAtOnce>(args, segment.row, heads, parts, head, nullptr);
         }
     }
 }

@@ -43,9 +43,11 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     Segment next;         // that begin() goes over to: the registers have no room for its queries
 
     using Out = T;
+    using Cursor = swiftapex::Cursor<false>;
     static constexpr int kCapability = 80;
     static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
+    static constexpr bool kSplits = kHeadDim > 128;
     static int warp_bytes(const DecodeArgs& args, int) {
         return slot_floats(args.heads, kHeadDim) * 4;
     }
@@ -98,7 +100,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     __device__ void load_queries(const DecodeArgs&, const Segment& segment) { next = segment; }
 
     __device__ void begin(const DecodeArgs& args) {
-        const Heads heads = heads_of(args, next);
+        const Heads heads = heads_of<kSplits>(args, next);
         const T* q = static_cast<const T*>(args.q) + next.row * args.q_stride +
                      int64_t{heads.first} * kHeadDim + t() * 8;
 #pragma unroll
@@ -174,7 +176,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     }
 
     __device__ void output(const DecodeArgs& args, const Segment& segment) const {
-        const Heads heads = heads_of(args, segment);
+        const Heads heads = heads_of<kSplits>(args, segment);
         T* out = static_cast<T*>(args.out) + segment.row * args.out_stride +
                  int64_t{heads.first} * kHeadDim;
         this->for_each_head(heads.count, [&](int head, float weight, int c, int column) {

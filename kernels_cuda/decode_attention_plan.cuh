@@ -228,10 +228,12 @@ __device__ inline void keep_piece(const Piece& piece, PlannedPiece* at) {
     at->has_empty_rows = piece.has_empty_rows;
 }
 
-// A warp's units in order, ahead of the computation: what is read next.
+// A warp's units in order, ahead of the computation: what is read next. kShifts: as column_of's.
+template <bool kShifts>
 struct Cursor {
     Segment segment;
     int unit, end;
+    int stop;                 // the first unit beyond the segment, the piece or the 32 tiles
     int base;                 // tile of the segment whose block is lane 0's
     int blocks, next, first;  // of the 32 tiles from `base`, one a lane, of the 32 after them, and
                               // of the row's first ones, where its next head begins
@@ -244,17 +246,24 @@ struct Cursor {
     __device__ int load_blocks(const DecodeArgs& args, int first) const {
         const int tile = first + threadIdx.x % 32;
         if (tile >= segment.tiles) return 0;
-        const int column = column_of(args, tile * kTileTokens);
+        const int column = column_of<kShifts>(args, tile * kTileTokens);
         return args.block_table[segment.row * args.table_stride + column];
+    }
+    __device__ void find_stop() {
+        const int last = segment.start + base + 32;
+        stop = end < segment.end() ? end : segment.end();
+        stop = stop < last ? stop : last;
     }
     __device__ Cursor(const DecodeArgs& args, const Piece& piece)
         : segment(piece.first), unit(piece.warp_begin), end(piece.warp_end), base(tile()) {
         blocks = load_blocks(args, base);
         next = load_blocks(args, base + 32);
         first = load_blocks(args, 0);
+        find_stop();
     }
     __device__ void move(const DecodeArgs& args) {
-        if (++unit == segment.end()) {
+        if (++unit != stop) return;
+        if (unit == segment.end()) {
             unit = segment.after();
             if (unit >= end) return;
             const int row = segment.row;
@@ -262,11 +271,12 @@ struct Cursor {
             if (segment.row != row) first = load_blocks(args, 0);
             base = 0, blocks = first;
             next = load_blocks(args, 32);
-        } else if (unit < end && tile() == base + 32) {
+        } else if (unit < end) {
             base += 32;
             blocks = next;
             next = load_blocks(args, base + 32);
         }
+        find_stop();
     }
 };
 

@@ -8,15 +8,18 @@
 namespace swiftapex {
 namespace {
 
-// A stage: for each 64 dims, 16 rows of K, then 16 of V, of 128 bytes each, whose 16-byte chunks
-// the accelerator permutes: chunk c of row r lies at c ^ (r % 8), so that the rows of an 8x8 matrix
-// lie in different banks. Sum i has the dims 16 i + g and 8 more.
+// The same, in a register: else it would be computed anew for each tile.
+__device__ inline unsigned held(unsigned x) { return __shfl_sync(kAllLanes, x, threadIdx.x % 32); }
+
+// A stage: K, then V, each by parts of 64 dims, 16 rows of 128 bytes each, whose 16-byte chunks the
+// accelerator permutes: chunk c of row r lies at c ^ (r % 8), so that the rows of an 8x8 matrix lie
+// in different banks. Sum i has the dims 16 i + g and 8 more.
 template <class T, int kHeadDim, int kColumns>
 struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     using Base = Columns<T, kHeadDim / 16, kColumns>;
-    using Base::g, Base::t, Base::sums;
+    using Base::g, Base::t, Base::sums, Base::weights;
     static constexpr int kSteps = kHeadDim / 16, kParts = kHeadDim / 64;
-    static constexpr int kPartBytes = 2 * kTileTokens * 128, kStageBytes = kParts * kPartBytes;
+    static constexpr int kPartBytes = kTileTokens * 128, kStageBytes = 2 * kParts * kPartBytes;
     // As many as the registers allow.
     static constexpr int kWarps = kHeadDim * kColumns <= 64    ? 16
                                   : kHeadDim * kColumns <= 128 ? 12
@@ -26,40 +29,40 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     static constexpr bool kAhead = kHeadDim * kColumns <= 128;
 
     unsigned queries[kSteps][kColumns][2];
-    uint4 next_queries[kAhead ? kSteps / 2 : 1][kColumns];  // chunk 4 i + t of head g
-    const T* next_q;                                        // of the next segment
-    int next_heads;
-    unsigned stages, barriers;  // of this warp, in shared memory
-    int stage;                  // whose tile comes next
-    unsigned parity;            // of that stage's barrier
-    int free_stage;             // whose tile was taken last
-    int next_row;               // of the KV: K of the tile that it gets; -1: none
-    unsigned k_row, v_row;      // the rows whose address this lane gives, in bytes
-    unsigned k_chunk, v_chunk;  // and the chunk of the first step, permuted
+    unsigned next_queries[kAhead ? kSteps : 1][kColumns][2];
+    const T* next_q;    // this lane's, of the next segment
+    unsigned barriers;  // of this warp, in shared memory
+    int stage;          // whose tile comes next
+    unsigned parity;    // of that stage's barrier
+    int free_stage;     // whose tile was taken last
+    int next_row;       // of the KV: K of the tile that it gets; -1: none
+    unsigned stages;    // in shared memory
+    unsigned k, v;      // of the first stage: the chunk whose address this lane gives first
 
     using Out = T;
+    using Cursor = swiftapex::Cursor<true>;
     static constexpr int kCapability = 90;
     static constexpr bool kKeepsPlan = true;
     static constexpr int kMinStages = 2;
+    static constexpr bool kSplits = false;
     static int warp_bytes(const DecodeArgs& args, int stages) {
-        const int slot = slot_floats(args.heads, kHeadDim) * 4, all = stages * kStageBytes;
+        const int slot = slot_floats(args.heads, kHeadDim) * 4;
+        const int all = stages * kStageBytes;
         return slot <= all ? all : (slot + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
     }
 
     __device__ TmaTile(const DecodeArgs& args, float* memory, uint64_t* warp_barriers)
-        : stages(shared_address(memory)),
-          barriers(shared_address(warp_barriers)),
+        : barriers(held(shared_address(warp_barriers))),
           stage(0),
           parity(0),
-          next_row(-1) {
+          next_row(-1),
+          stages(held(shared_address(memory))) {
         const int lane = threadIdx.x % 32;
         // K: matrices of rows 0-7 and 8-15, then the same of the next chunk. V, to be transposed:
         // two chunks of rows 0-7, then the same of rows 8-15.
         const int k_token = lane % 16, v_token = lane % 8 + lane / 16 * 8;
-        k_row = k_token * 128;
-        k_chunk = (lane / 16 ^ k_token % 8) * 16;
-        v_row = (kTileTokens + v_token) * 128;
-        v_chunk = (lane / 8 % 2 ^ v_token % 8) * 16;
+        k = held(stages + k_token * 128 + (lane / 16 ^ k_token % 8) * 16);
+        v = held(stages + kParts * kPartBytes + v_token * 128 + (lane / 8 % 2 ^ v_token % 8) * 16);
         if (lane == 0) {
             prefetch_map(args.kv_map);
 #pragma unroll 1
@@ -73,8 +76,8 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     __device__ void find_next(const DecodeArgs& args, Cursor& cursor) {
         next_row = -1;
         if (!cursor.valid()) return;
-        const int place = place_in_block(args, cursor.tile() * kTileTokens);
-        const int head = kv_head_of(args, cursor.segment.head);
+        const int place = cursor.tile() * kTileTokens & (args.block_size - 1);
+        const int head = cursor.segment.head;
         next_row = (cursor.block() * args.kv_heads + head) * 2 * args.block_size + place;
         cursor.move(args);
     }
@@ -85,11 +88,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         if (row < 0 || threadIdx.x % 32 != 0) return;
         const unsigned barrier = barriers + target * 8;
         expect_bytes(barrier, kStageBytes);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const unsigned at = stages + target * kStageBytes + part * kPartBytes;
-            copy_box(at, args.kv_map, part, row, barrier);
-        }
+        copy_box(stages + target * kStageBytes, args.kv_map, row, barrier);
     }
 
     __device__ void start(const DecodeArgs& args, Cursor& cursor, PlannedPiece* kept) {
@@ -105,7 +104,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     }
 
     // The first tile, before the kernel before this one is done. The others would queue up in front
-    // of what that one's last blocks still have to read, and of the queries (kAhead).
+    // of what that one's last blocks still have to read, and of the queries.
     __device__ void start_planned(const DecodeArgs& args, const PlannedPiece& planned) {
         if (planned.warp_begin == planned.warp_end) return;
         if (planned.is_newest) wait_for_kernel_before();
@@ -125,35 +124,41 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
 
     // Used by the next begin().
     __device__ void load_queries(const DecodeArgs& args, const Segment& segment) {
-        const Heads heads = heads_of(args, segment);
-        next_heads = heads.count;
         next_q = static_cast<const T*>(args.q) + segment.row * args.q_stride +
-                 int64_t{heads.first} * kHeadDim;
-        if constexpr (kAhead) {
+                 (segment.head * args.heads + g()) * kHeadDim + t() * 8;
+        if constexpr (kAhead) read_queries(args, next_queries);
+    }
+
+    // Of the heads 8 c + g, eight dims of 32 i to 32 i + 31.
+    __device__ void read_queries(const DecodeArgs& args,
+                                 unsigned (&to)[kSteps][kColumns][2]) const {
 #pragma unroll
-            for (int i = 0; i < kSteps / 2 * kColumns; ++i) {
-                next_queries[i / kColumns][i % kColumns] = read_query(i / kColumns, i % kColumns);
-            }
+        for (int i = 0; i < kSteps / 2 * kColumns; ++i) {
+            const int step = i / kColumns * 2, c = i % kColumns;
+            const T* chunk = next_q + c * 8 * kHeadDim + step * 16;
+            const bool exists = 8 * c + g() < args.heads;
+            const uint4 words = exists ? *reinterpret_cast<const uint4*>(chunk) : uint4{};
+            to[step][c][0] = words.x, to[step][c][1] = words.y;
+            to[step + 1][c][0] = words.z, to[step + 1][c][1] = words.w;
         }
     }
 
-    __device__ uint4 read_query(int i, int c) const {
-        const int head = 8 * c + g();
-        const T* chunk = next_q + head * kHeadDim + (4 * i + t()) * 8;
-        return head < next_heads ? *reinterpret_cast<const uint4*>(chunk) : uint4{};
-    }
-
-    // Lanes read chunks of 16 bytes, the products take a word of each chunk.
-    __device__ void begin(const DecodeArgs&) {
+    // Products take a word of each chunk.
+    __device__ void begin(const DecodeArgs& args) {
+        if constexpr (!kAhead) read_queries(args, queries);
 #pragma unroll
         for (int i = 0; i < kSteps / 2 * kColumns; ++i) {
-            const int quarter = i / kColumns, c = i % kColumns;
-            const uint4 chunk =
-                kAhead ? next_queries[kAhead ? quarter : 0][c] : read_query(quarter, c);
-            unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+            const int step = i / kColumns * 2, c = i % kColumns;
+            unsigned words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int from = step + j / 2;
+                words[j] =
+                    kAhead ? next_queries[kAhead ? from : 0][c][j % 2] : queries[from][c][j % 2];
+            }
             transpose_words(words);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) queries[2 * quarter + j / 2][c][j % 2] = words[j];
+            for (int j = 0; j < 4; ++j) queries[step + j / 2][c][j % 2] = words[j];
         }
         this->clear();
     }
@@ -166,17 +171,17 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
 
     __device__ void step(const DecodeArgs& args, int valid, Cursor& cursor) {
         refill(args);
-        const unsigned here = stages + stage * kStageBytes;
         wait_barrier(barriers + stage * 8, parity);
+        const unsigned k_here = k + stage * kStageBytes, v_here = v + stage * kStageBytes;
         // Two chains of sums, as each instruction waits for the one before it.
         float even[kColumns][4] = {}, odd[kColumns][4] = {};
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-            unsigned k[4];  // tokens x dims
-            load_matrices(k, here + i / 4 * kPartBytes + k_row + (k_chunk ^ i % 4 * 32));
+            unsigned a[4];  // tokens x dims
+            load_matrices(a, (k_here ^ i % 4 * 32) + i / 4 * kPartBytes);
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
-                mma<T>(i % 2 == 0 ? even[c] : odd[c], k[0], k[1], k[2], k[3], queries[i][c][0],
+                mma<T>(i % 2 == 0 ? even[c] : odd[c], a[0], a[1], a[2], a[3], queries[i][c][0],
                        queries[i][c][1]);
             }
         }
@@ -184,9 +189,9 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         unsigned p[kColumns][2];  // tokens x heads
         this->soften(even, odd, args.scale_log2, valid, p);
         if (valid >= kTileTokens) {
-            add_values<false>(here, valid, p);
+            add_values<false>(v_here, valid, p);
         } else {
-            add_values<true>(here, valid, p);
+            add_values<true>(v_here, valid, p);
         }
         free_stage = stage;
         if (++stage == args.stages) stage = 0, parity ^= 1;
@@ -194,47 +199,44 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
 
     // kMasked: rows past the context become 0. Their weights are 0, but 0 * NaN is not.
     template <bool kMasked>
-    __device__ void add_values(unsigned here, int valid, const unsigned (&p)[kColumns][2]) {
+    __device__ void add_values(unsigned v_here, int valid, const unsigned (&p)[kColumns][2]) {
         const auto mask = [&](int token) {
             return (token < valid ? 0xffffu : 0u) | (token + 1 < valid ? 0xffff0000u : 0u);
         };
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-            unsigned v[4];  // dims x tokens
-            load_transposed(v, here + i / 4 * kPartBytes + v_row + (v_chunk ^ i % 4 * 32));
+            unsigned a[4];  // dims x tokens
+            load_transposed(a, (v_here ^ i % 4 * 32) + i / 4 * kPartBytes);
             if (kMasked) {
-                v[0] &= mask(2 * t()), v[1] &= mask(2 * t());
-                v[2] &= mask(2 * t() + 8), v[3] &= mask(2 * t() + 8);
+                a[0] &= mask(2 * t()), a[1] &= mask(2 * t());
+                a[2] &= mask(2 * t() + 8), a[3] &= mask(2 * t() + 8);
             }
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
-                mma<T>(sums[i][c], v[0], v[1], v[2], v[3], p[c][0], p[c][1]);
+                mma<T>(sums[i][c], a[0], a[1], a[2], a[3], p[c][0], p[c][1]);
             }
         }
     }
 
-    // The heads lie side by side: through the free stage, so that lanes store 16 bytes of theirs.
-    // Chunk c of head h lies at c ^ (h % 8), as those of K do.
+    // The heads lie side by side: turned around in the free stage, so that lanes store 16 bytes of
+    // theirs. Chunk c of head h lies at c ^ (h % 8), as those of K do.
     __device__ void output(const DecodeArgs& args, const Segment& segment) {
         constexpr int kRowBytes = kHeadDim * 2, kChunks = kHeadDim / 8;
-        const Heads heads = heads_of(args, segment);
         const unsigned scratch = stages + free_stage * kStageBytes;
-        float factors[kColumns][2];
-        this->for_each_head(8 * kColumns, [&](int, float weight, int c, int column) {
-            factors[c][column] = __fdividef(1.0f, weight);
-        });
         __syncwarp();  // all lanes have taken the tile
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
+            const float factors[2] = {__fdividef(1.0f, weights[c][0]),
+                                      __fdividef(1.0f, weights[c][1])};
 #pragma unroll
             for (int step = 0; step < kSteps; step += 2) {
                 unsigned words[4];  // of two heads: dims 16 (step + i / 2) + i % 2 * 8 + g
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float (&x)[4] = sums[step + i / 2][c];
-                    const Pack<T, 2> pair = pair_from_floats<T>(x[i % 2 * 2] * factors[c][0],
-                                                                x[i % 2 * 2 + 1] * factors[c][1]);
+                    const Pack<T, 2> pair = pair_from_floats<T>(x[i % 2 * 2] * factors[0],
+                                                                x[i % 2 * 2 + 1] * factors[1]);
                     words[i] = reinterpret_cast<const unsigned&>(pair);
                 }
                 const int head = 8 * c + lane % 8, chunk = 2 * step + lane / 8;
@@ -243,7 +245,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         }
         __syncwarp();
         T* out = static_cast<T*>(args.out) + segment.row * args.out_stride +
-                 int64_t{heads.first} * kHeadDim;
+                 segment.head * args.heads * kHeadDim;
         uint4 chunks[kColumns * kChunks / 4];
 #pragma unroll
         for (int i = 0; i < kColumns * kChunks / 4; ++i) {
@@ -254,7 +256,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         refill(args);
 #pragma unroll
         for (int i = 0; i < kColumns * kChunks / 4; ++i) {
-            if (i * 32 + lane >= heads.count * kChunks) continue;
+            if (i * 32 + lane >= args.heads * kChunks) continue;
             reinterpret_cast<uint4*>(out)[i * 32 + lane] = chunks[i];
         }
     }
@@ -275,14 +277,15 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     }
 };
 
-// The KV as [K|V][rows][parts][64 dims] around any row: K of a tile, and V a plane further on.
+// The KV as [K|V][parts][rows][64 dims] around any row: K of a tile, and V a plane further on.
 CUtensorMap map_of(const DecodeArgs& args) {
     static const auto encode =
         driver_entry<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
     const cuuint64_t row = args.head_dim * 2, parts = args.head_dim / 64;
-    const cuuint64_t sizes[4] = {64, parts, cuuint64_t{1} << 31, 2};
-    const cuuint64_t strides[3] = {128, row, row * args.block_size};
-    const cuuint32_t box[4] = {64, 1, kTileTokens, 2}, steps[4] = {1, 1, 1, 1};
+    const cuuint64_t sizes[4] = {64, cuuint64_t{1} << 31, parts, 2};
+    const cuuint64_t strides[3] = {row, 128, row * args.block_size};
+    const cuuint32_t box[4] = {64, kTileTokens, static_cast<cuuint32_t>(parts), 2};
+    const cuuint32_t steps[4] = {1, 1, 1, 1};
     CUtensorMap map;
     const CUresult result =
         encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(args.kv), sizes, strides,
@@ -319,9 +322,9 @@ bool launch_head_dim(const DecodeArgs& args, int64_t num_ctas, cudaStream_t stre
 }  // namespace
 
 bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
-    const bool fits = args.block_size % kTileTokens == 0 && aligned(16, args.q, args.out) &&
-                      aligned(8, args.q_stride, args.out_stride) && args.head_dim % 64 == 0 &&
-                      device_limits().capability >= 90;
+    const bool fits = args.block_size % kTileTokens == 0 && args.block_shift >= 0 &&
+                      aligned(16, args.q, args.out) && aligned(8, args.q_stride, args.out_stride) &&
+                      args.head_dim % 64 == 0 && device_limits().capability >= 90;
     if (!fits) return false;
     args.kv_map = map_of(args);
     args.splits = 1;

@@ -62,7 +62,7 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
 
 // First to go from the L2 cache, as it is read once: else it would drive out what all blocks read
 // again and again, the code and what they leave for each other.
-__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int part, int row,
+__device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int row,
                                 unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -70,9 +70,9 @@ __device__ inline void copy_box(unsigned shared, const CUtensorMap& map, int par
         ".reg .b64 policy;\n"
         "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%2, %3, %4, %2}], [%5], policy;\n"
+        ".L2::cache_hint [%0], [%1, {%2, %3, %2, %2}], [%4], policy;\n"
         "}" ::"r"(shared),
-        "l"(&map), "r"(0), "r"(part), "r"(row), "r"(barrier)
+        "l"(&map), "r"(0), "r"(row), "r"(barrier)
         : "memory");
 #endif
 }

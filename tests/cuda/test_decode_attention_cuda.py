@@ -51,6 +51,7 @@ class Case:
         plan: Tensor | None = None,
         is_planned: bool = False,
         out: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         n, q_heads, head_dim = self.q.shape
         _, kv_heads, _, block_size, _ = self.kv.shape
@@ -62,7 +63,8 @@ class Case:
             NUMBERS[self.q.dtype], NUMBERS[self.kv.dtype], self.q.data_ptr(), self.kv.data_ptr(),
             self.block_table.data_ptr(), self.context_lens.data_ptr(), out.data_ptr(),
             workspace.data_ptr(), n, q_heads, kv_heads, head_dim, block_size,
-            self.block_table.stride(0), self.q.stride(0), out.stride(0), head_dim**-0.5, num_ctas,
+            self.block_table.stride(0), self.q.stride(0), out.stride(0),
+            head_dim**-0.5 if scale is None else scale, num_ctas,
             0 if plan is None else plan.data_ptr(), is_planned, stream(),
         )  # fmt: skip
         return out
@@ -149,7 +151,7 @@ def test_small_on_few_thread_blocks(dtype: torch.dtype, group: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 96, 120, 128, 192, 256])
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 24, 5, 1])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 48, 24, 5, 1])
 def test_small_head_dims_and_block_sizes(head_dim: int, block_size: int) -> None:
     choose = python_random.Random(head_dim * 1000 + block_size)
     for dtype in DTYPES:
@@ -245,5 +247,7 @@ def test_bad_sizes_are_refused() -> None:
         case.run()
     with pytest.raises(ValueError, match="head_dim"):
         make_case([5], head_dim=12).run()
+    with pytest.raises(ValueError, match="scale"):
+        make_case([5]).run(scale=0.0)
     with pytest.raises(ValueError, match="num_ctas"):
         make_case([5]).run(5000, torch.zeros(1 << 20, dtype=torch.uint8, device="cuda"))
