@@ -36,6 +36,7 @@ struct FmaTile {
     static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
     static constexpr bool kSplits = true;
+    static constexpr bool kGathers = false;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         return slot_floats(args.heads, args.head_dim) * 4 + stages * stage_bytes(args.head_dim);
     }

@@ -21,44 +21,6 @@ __device__ inline void zero_empty_rows(const DecodeArgs& args) {
     }
 }
 
-// 16 bytes from global to shared memory, or zeros, without waiting.
-__device__ inline void copy_async(void* shared, const void* global, bool valid = true) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address),
-                 "l"(global), "r"(valid ? 16 : 0)
-                 : "memory");
-#else
-    *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : uint4{};
-#endif
-}
-
-__device__ inline void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits for all but the newest `pending` groups of copies.
-__device__ inline void wait_copies(int pending) {
-#if __CUDA_ARCH__ >= 800
-#define SWIFTAPEX_WAIT(n)                                            \
-    case n:                                                          \
-        asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); \
-        break;
-    switch (pending) {
-        SWIFTAPEX_WAIT(1)
-        SWIFTAPEX_WAIT(2)
-        SWIFTAPEX_WAIT(3)
-        SWIFTAPEX_WAIT(5)
-        SWIFTAPEX_WAIT(7)
-        default:
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
-#undef SWIFTAPEX_WAIT
-#endif
-}
-
 // keeps: this call keeps a plan, which the next kernel reads before it waits for this one. So that
 // one starts when this one is done, and finds what each warp's first lane has written.
 __device__ inline void meet_neighbours(bool keeps) {
@@ -145,7 +107,7 @@ __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
         }
     }
     if (piece.has_empty_rows) zero_empty_rows<typename Tile::Out>(args);
-    if (piece.begin < piece.end) merge_piece<typename Tile::Out, Tile::kSplits>(args, piece, area);
+    if (piece.begin < piece.end) merge_piece<Tile>(args, piece, area);
 }
 
 // Not compiled for GPUs on which it is never launched.

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "kernels_cuda/async_copy.cuh"
 #include "kernels_cuda/decode_attention_plan.cuh"
 #include "kernels_cuda/dtype.cuh"
 
@@ -19,7 +20,6 @@ __device__ inline float exp2_fast(float x) {
 }
 
 constexpr int kStageAlignment = 1024;  // what the tensor memory accelerator's swizzle wants
-constexpr int kPartsAtOnce = 18;       // that a warp adds up
 
 // What the warps of a block leave for its end. Slot 2w is for the segment that warp w has from the
 // warp before it, slot 2w + 1 for the one that it starts and the next warp goes on with. The sums
@@ -145,10 +145,10 @@ struct PartsOfBlocks {
     }
 };
 
-// body(i) for i < count, kMost at most. What is not needed is jumped over by sixes.
+// body(i) for i < count, kMost at most. What is not needed is jumped over by fours.
 template <int kMost, class Body>
 __device__ inline void for_each_part(int count, Body body) {
-    constexpr int kStep = kMost < 6 ? kMost : 6;
+    constexpr int kStep = kMost < 4 ? kMost : 4;
     static_assert(kMost % kStep == 0);
 #pragma unroll
     for (int first = 0; first < kMost; first += kStep) {
@@ -161,11 +161,16 @@ __device__ inline void for_each_part(int count, Body body) {
 }
 
 // By a warp: a segment's sums of kHeads heads from `first` on, from parts to the output, or, if
-// `partial` is not null, to a part that is larger. Each lane takes the scalars of one part and four
-// dims, of kAtOnce parts at once: what is read takes a while to arrive.
-template <class Out, int kHeads, int kAtOnce, class Parts>
+// `partial` is not null, to a part that is larger. Each lane takes the scalars of one part of 32,
+// and four dims of kAtOnce parts at once: what is read takes a while to arrive.
+//
+// kGathers: what lies in device memory is copied to `memory` first, kAtOnce times 512 bytes. Loads
+// would have to wait for room in the first-level cache, of which shared memory leaves little.
+template <class Out, int kHeads, int kAtOnce, bool kGathers, class Parts>
 __device__ inline void merge_heads(const DecodeArgs& args, int row, const Heads& heads,
-                                   const Parts& parts, int first, float* partial) {
+                                   const Parts& parts, int first, float* partial,
+                                   float* memory = nullptr) {
+    static_assert(32 % kAtOnce == 0);
     const int lane = threadIdx.x % 32;
     const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
     const int64_t out = row * args.out_stride + int64_t{heads.first} * args.head_dim;
@@ -175,43 +180,56 @@ __device__ inline void merge_heads(const DecodeArgs& args, int row, const Heads&
         const auto place_of = [&](int head) {
             return place_in_slot(args, head, quad < quads ? quad : 0);
         };
-        float maximum[kHeads], weight[kHeads];
+        float maximum[kHeads], weight[kHeads], shares[kHeads], weights[kHeads];
         float4 sum[kHeads];
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) maximum[h] = -INFINITY, weight[h] = 0.0f, sum[h] = {};
 #pragma unroll 1
         for (int done = 0; done < parts.count; done += kAtOnce) {
             const int rest = parts.count - done;
-            const bool exists = lane < rest && lane < kAtOnce;
-            const float* of_lane = parts.at(done + (exists ? lane : 0)) + scalars;
-            float shares[kHeads], weights[kHeads];
-            float4 sums[kHeads][kAtOnce];
+            if (done % 32 == 0) {
+                const float* of_lane = parts.at(done + (lane < rest ? lane : 0)) + scalars;
 #pragma unroll
-            for (int h = 0; h < kHeads; ++h) {
-                shares[h] = Parts::load(of_lane + head_at(h));
-                weights[h] = Parts::load(of_lane + args.heads + head_at(h));
+                for (int h = 0; h < kHeads; ++h) {
+                    shares[h] = Parts::load(of_lane + head_at(h));
+                    weights[h] = Parts::load(of_lane + args.heads + head_at(h));
+                }
             }
+            float4 sums[kHeads][kGathers ? 1 : kAtOnce];
+            float4* const gathered = reinterpret_cast<float4*>(memory) + lane;
             for_each_part<kAtOnce>(rest, [&](int i) {
                 const float4* part = reinterpret_cast<const float4*>(parts.at(done + i));
 #pragma unroll
                 for (int h = 0; h < kHeads; ++h) {
-                    sums[h][i] = Parts::load(part + place_of(head_at(h)));
+                    const float4* from = part + place_of(head_at(h));
+                    if constexpr (kGathers) {
+                        copy_async(gathered + 32 * (h * kAtOnce + i), from);
+                    } else {
+                        sums[h][i] = Parts::load(from);
+                    }
                 }
             });
+            if constexpr (kGathers) {
+                commit_copies();
+                wait_copies(0);
+            }
+            if (done % 32 == 0) {
 #pragma unroll
-            for (int h = 0; h < kHeads; ++h) {
-                if (!exists) shares[h] = -INFINITY, weights[h] = 0.0f;
-                const float higher = fmaxf(maximum[h], max_of_lanes(shares[h]));
-                const float old_share = exp2_fast(maximum[h] - higher);
-                shares[h] = exp2_fast(shares[h] - higher);
-                maximum[h] = higher;
-                weight[h] = weight[h] * old_share + sum_of_lanes(shares[h] * weights[h]);
-                sum[h] = scaled(sum[h], old_share);
+                for (int h = 0; h < kHeads; ++h) {
+                    if (lane >= rest) shares[h] = -INFINITY, weights[h] = 0.0f;
+                    const float higher = fmaxf(maximum[h], max_of_lanes(shares[h]));
+                    const float old_share = exp2_fast(maximum[h] - higher);
+                    shares[h] = exp2_fast(shares[h] - higher);
+                    maximum[h] = higher;
+                    weight[h] = weight[h] * old_share + sum_of_lanes(shares[h] * weights[h]);
+                    sum[h] = scaled(sum[h], old_share);
+                }
             }
             for_each_part<kAtOnce>(rest, [&](int i) {
 #pragma unroll
                 for (int h = 0; h < kHeads; ++h) {
-                    add_scaled(sum[h], sums[h][i], __shfl_sync(kAllLanes, shares[h], i));
+                    const float4 x = kGathers ? gathered[32 * (h * kAtOnce + i)] : sums[h][i];
+                    add_scaled(sum[h], x, __shfl_sync(kAllLanes, shares[h], done % 32 + i));
                 }
             });
         }
@@ -247,9 +265,12 @@ __device__ inline int add_in_order(int32_t* counter, int x) {
 
 // By the whole block, once its warps have left what they have in the area: what its warps share,
 // then what blocks share, by the one of them that comes last.
-template <class Out, bool kSplits>
+template <class Tile>
 __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
                                    const MergeArea& area) {
+    using Out = typename Tile::Out;
+    // What a warp takes at once: as much as the registers allow. Spilling them costs more.
+    constexpr int kHeads = Tile::kWarps > 12 ? 2 : 4, kBlocks = 16;
     __syncthreads();
     // A segment's slots lie side by side: they begin where a warp starts one, and at the first.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -259,8 +280,7 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
     if (all == 0) return;
     const unsigned begins = (all & 0xaaaaaaaau) | (all & (0u - all));
     // All segments at once, each by a team of warps. Where there are many, each has few parts, and
-    // a warp many heads: it takes two at once. Loops here are not unrolled, as their code runs once
-    // in a call and comes from far away.
+    // a warp many heads: it takes several at once.
     const int segments = __popc(begins), team = segments < warps ? warps / segments : 1;
     unsigned rest = begins;
 #pragma unroll 1
@@ -272,7 +292,7 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         const unsigned slots = all & (next - 1) & (0u - begin);
         const int first = __ffs(slots) - 1;
         const Segment segment = area.segments[first];
-        const Heads heads = heads_of<kSplits>(args, segment);
+        const Heads heads = heads_of<Tile::kSplits>(args, segment);
         const bool starts_here = segment.start >= piece.begin;
         const bool is_whole = starts_here && segment.end() <= piece.end;
         float* partial = args.partials + (2 * int64_t{blockIdx.x} + starts_here) * slot;
@@ -280,13 +300,14 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         const PartsOfWarps parts{area.sums + first / 2 * 2, first % 2 != 0, __popc(slots)};
         if (segments > 3) {
 #pragma unroll 1
-            for (int head = warp % team * 2; head < heads.count; head += team * 2) {
-                merge_heads<Out, 2, 4>(args, segment.row, heads, parts, head, partial);
+            for (int head = warp % team * kHeads; head < heads.count; head += team * kHeads) {
+                merge_heads<Out, kHeads, 2, false>(args, segment.row, heads, parts, head, partial);
             }
         } else {
 #pragma unroll 1
             for (int head = warp % team; head < heads.count; head += team) {
-                merge_heads<Out, 1, kPartsAtOnce>(args, segment.row, heads, parts, head, partial);
+                merge_heads<Out, 1, 2 * kHeads, false>(args, segment.row, heads, parts, head,
+                                                       partial);
             }
         }
     }
@@ -319,10 +340,11 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         if (blocks.y == 0) continue;
         const Segment segment = area.segments[i == 0 ? from_before : to_next];
         const PartsOfBlocks parts{args.partials + 2 * int64_t{blocks.x} * slot, slot, blocks.y};
-        const Heads heads = heads_of<kSplits>(args, segment);
+        const Heads heads = heads_of<Tile::kSplits>(args, segment);
 #pragma unroll 1
         for (int head = warp; head < heads.count; head += warps) {
-            merge_heads<Out, 1, kPartsAtOnce>(args, segment.row, heads, parts, head, nullptr);
+            merge_heads<Out, 1, kBlocks, Tile::kGathers>(args, segment.row, heads, parts, head,
+                                                         nullptr, area.own_memory(args));
         }
     }
 }

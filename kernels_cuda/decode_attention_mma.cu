@@ -48,6 +48,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     static constexpr bool kKeepsPlan = false;
     static constexpr int kMinStages = 1;
     static constexpr bool kSplits = kHeadDim > 128;
+    static constexpr bool kGathers = false;
     static int warp_bytes(const DecodeArgs& args, int) {
         return slot_floats(args.heads, kHeadDim) * 4;
     }

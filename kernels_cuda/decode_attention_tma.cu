@@ -45,6 +45,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     static constexpr bool kKeepsPlan = true;
     static constexpr int kMinStages = 2;
     static constexpr bool kSplits = false;
+    static constexpr bool kGathers = true;
     static int warp_bytes(const DecodeArgs& args, int stages) {
         const int slot = slot_floats(args.heads, kHeadDim) * 4;
         const int all = stages * kStageBytes;
