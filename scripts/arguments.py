@@ -19,6 +19,18 @@ def at_least(least: float, kind: type[int] | type[float]) -> Callable[[str], flo
     return number
 
 
+def require_gpu(parser: argparse.ArgumentParser) -> None:
+    """Ends the script where this machine, or this build, has no GPU."""
+    from swiftapex.backends import check_device
+    from swiftapex.config.schema import EngineConfig
+    from swiftapex.core.errors import ConfigError
+
+    try:
+        check_device(EngineConfig(device="cuda"))
+    except ConfigError as error:
+        parser.error(str(error))
+
+
 def limit_arguments(parser: argparse.ArgumentParser, block_size: int) -> None:
     """Of an engine. `block_size`: the default."""
     parser.add_argument("--block-size", type=at_least(1, int), default=block_size)

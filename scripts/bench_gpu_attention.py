@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from arguments import at_least
+from arguments import at_least, require_gpu
 from torch import Tensor
 
 from swiftapex import _kernels_cuda as kernels
@@ -164,19 +164,35 @@ def measure(setting: Setting, pool: Tensor, stream: Any, ctas: int, samples: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sms", type=at_least(1, int), nargs="+", default=[132, 8])
-    parser.add_argument("--ctas-per-sm", type=at_least(1, int), default=1)
-    parser.add_argument("--samples", type=at_least(1, int), default=7)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--contexts", nargs="+", default=list(CONTEXTS))
-    parser.add_argument("--head-dim", type=at_least(1, int), default=128)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--sms", type=at_least(1, int), nargs="+", help="multiprocessors; None: all, then 8"
+    )
+    parser.add_argument(
+        "--ctas-per-sm", type=at_least(1, int), default=1, help="thread blocks of a multiprocessor"
+    )
+    parser.add_argument(
+        "--samples", type=at_least(1, int), default=7, help="of 32 calls, whose median counts"
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="q heads and KV heads"
+    )
+    parser.add_argument(
+        "--contexts", nargs="+", choices=CONTEXTS, default=list(CONTEXTS), help="rows x tokens"
+    )
+    parser.add_argument("--head-dim", type=at_least(1, int), default=128, help="elements")
     arguments = parser.parse_args()
+    require_gpu(parser)
     pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     all_sms = torch.cuda.get_device_properties(0).multi_processor_count
     torch.cuda.synchronize()
     results = []
-    for sms in arguments.sms:
+    asked = arguments.sms or [all_sms, 8]
+    if max(asked) > all_sms:
+        parser.error(f"--sms {max(asked)}: this GPU has {all_sms} multiprocessors")
+    for sms in asked:
         green = kernels.GreenContext(0, sms) if sms < all_sms else None
         stream = cuda.Stream() if green is None else cuda.ExternalStream(green.stream)
         for shape, name in itertools.product(arguments.shapes, arguments.contexts):

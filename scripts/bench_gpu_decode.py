@@ -24,7 +24,7 @@ from typing import Any
 import swiftapex._kernels_cuda as kernels
 import torch
 import torch.nn.functional as F
-from arguments import at_least
+from arguments import at_least, require_gpu
 
 from swiftapex import SamplingParams
 from swiftapex.config.schema import EngineConfig, GpuConfig, ModelSection
@@ -138,14 +138,17 @@ def measure(model: str, sms: int | None, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["llama2-7b", "llama3.1-8b"])
-    parser.add_argument("--sms", type=at_least(1, int), nargs="+", default=[8, 132])
+    parser.add_argument(
+        "--sms", type=at_least(1, int), nargs="+", help="multiprocessors; default: 8, and all"
+    )
     parser.add_argument("--batch", type=at_least(1, int), nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--context", type=at_least(1, int), default=500)
     parser.add_argument("--steps", type=at_least(1, int), default=30)
     args = parser.parse_args()
+    require_gpu(parser)
     whole = torch.cuda.get_device_properties(0).multi_processor_count
     for model in args.models:
-        for sms in args.sms:
+        for sms in args.sms or [8, whole]:
             measure(model, None if sms == whole else sms, args)
 
 

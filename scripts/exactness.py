@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from arguments import at_least
+from arguments import at_least, require_gpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -105,6 +105,8 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1, choices=[1, *TP_MODELS], help="Ray actors")
     parser.add_argument("--jobs", type=at_least(1, int), default=2)
     args = parser.parse_args()
+    if args.device == "cuda":
+        require_gpu(parser)
     args.models = args.models or list(MODELS if args.tp == 1 else TP_MODELS[args.tp])
     failed = tokens = forgiven = 0
     for result in results(cells(args), args.jobs, args.tp, args.device):

@@ -1,6 +1,7 @@
 #!/bin/sh
 # On a machine with an NVIDIA GPU and nvcc: builds, runs the tests that need a GPU, then the
 # benchmarks, and leaves their JSON in a folder. Under nine minutes on an H200.
+# The build takes what is installed: torch, pybind11, scikit-build-core, cmake and ninja.
 # Usage: scripts/gpu_check.sh [folder]    Default: $OUT, else results/
 set -eu
 cd "$(dirname "$0")/.."
@@ -8,7 +9,11 @@ out=${1:-${OUT:-results}}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 
-"$python" -m pip install -q --no-build-isolation --no-deps -e . >"$out/build.log" 2>&1
+"$python" -m pip install -q --no-build-isolation --no-deps -e . >"$out/build.log" 2>&1 || {
+    tail -n 5 "$out/build.log"
+    echo "the build failed: $out/build.log"
+    exit 1
+}
 parallel=$("$python" -c 'import importlib.util as u; print("-n 8" if u.find_spec("xdist") else "")')
 # shellcheck disable=SC2086
 "$python" -m pytest -m gpu $parallel tests/cuda >"$out/tests.log" 2>&1 && failed=0 || failed=1

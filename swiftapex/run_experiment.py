@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,8 @@ Measure = Callable[[RunPlan], tuple[RunResult, TraceRecorder]]
 def main(arguments: Sequence[str] | None = None, factory: EngineFactory = make_engine) -> int:
     """Returns the exit code. `factory` makes the engines (tests give their own)."""
     options = _parser().parse_args(arguments)
+    if options.verbose:
+        logging.basicConfig(level=logging.INFO)
     try:
         experiment = load_experiment(options.experiment, options.set)
         check_runs(experiment)
@@ -306,6 +309,9 @@ def _parser() -> argparse.ArgumentParser:
         "'local' starts Ray here",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, run nothing")
+    parser.add_argument(
+        "--verbose", action="store_true", help="log sizes, threads and what was recorded"
+    )
     return parser
 
 

@@ -347,7 +347,10 @@ def test_table_is_readable() -> None:
     assert "1.00 s" in lines[2]
     assert lines[-1] == "All 2 runs generated the same tokens."
     runs[1]["outputs_sha256"] = "other"
-    assert "did not all generate the same tokens" in results_table(runs)
+    assert results_table(runs).endswith(
+        "did not all generate the same tokens (outputs_sha256 in summary.json): other differs from "
+        "the other 1 run."
+    )
     assert [duration(value) for value in (None, 0.1234, 99.9, 512.3, 1500)] == [
         "-", "0.123 ms", "99.9 ms", "512 ms", "1.50 s",
     ]  # fmt: skip

@@ -30,7 +30,7 @@ def check_supported(engine: EngineConfig) -> None:
         for part in key.split("."):
             asked, default = getattr(asked, part), getattr(default, part)
         if asked != default:
+            needs = "needs device cuda" if key.startswith("gpu.") else "is not supported"
             raise ConfigError(
-                f"engine.{key}: {asked!r} is not supported with device {engine.device}, leave it "
-                f"{default!r}"
+                f"engine.{key}: {asked!r} {needs}; with device {engine.device} leave it out"
             )

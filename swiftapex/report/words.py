@@ -134,13 +134,21 @@ def fastest(runs: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def same_outputs(runs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Whether runs of the same requests generated the same tokens; None where it says nothing."""
-    hashes = {run["outputs_sha256"] for run in runs}
+    """Whether runs of the same requests generated the same tokens, and which did not as most (as
+    the first where no tokens are most runs'); None where it says nothing."""
+    hashes = [run["outputs_sha256"] for run in runs]
     if len(runs) < 2 or None in hashes or any(run["sweep"] for run in runs):
         return None
-    if len(hashes) == 1:
+    usual = max(hashes, key=hashes.count)
+    others = [label(run) for run, digest in zip(runs, hashes, strict=True) if digest != usual]
+    if not others:
         return f"All {len(runs)} runs generated the same tokens."
-    return "The runs did not all generate the same tokens (outputs_sha256 in summary.json)."
+    names = others[0] if len(others) == 1 else _and(others)
+    return (
+        "The runs did not all generate the same tokens (outputs_sha256 in summary.json): "
+        f"{names} {'differs' if len(others) == 1 else 'differ'} from the other "
+        f"{counted(len(runs) - len(others), 'run')}."
+    )
 
 
 def counted(count: int, noun: str) -> str:
