@@ -35,8 +35,6 @@ __device__ inline void wait_copies(int pending) {
         SWIFTAPEX_WAIT(1)
         SWIFTAPEX_WAIT(2)
         SWIFTAPEX_WAIT(3)
-        SWIFTAPEX_WAIT(5)
-        SWIFTAPEX_WAIT(7)
         default:
             asm volatile("cp.async.wait_group 0;" ::: "memory");
     }

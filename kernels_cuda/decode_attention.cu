@@ -45,7 +45,7 @@ void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
             "decode_attention: bad block size, table stride or num_ctas");
     require(n <= 1 || (q_stride >= q_heads * head_dim && out_stride >= q_heads * head_dim),
             "decode_attention: bad strides");
-    require(scale > 0.0f, "decode_attention: scale must be above 0");
+    require(scale > 0.0f && scale <= 1e38f, "decode_attention: scale must be above 0 and finite");
     require(dtype >= kFloat32 && dtype <= kBFloat16, "decode_attention: unknown dtype");
     require(aligned(16, kv, workspace),
             "decode_attention: kv and workspace need 16-byte alignment");

@@ -49,7 +49,7 @@ struct DecodeArgs {
 };
 
 // A partial result: [heads][head_dim] sums, then [heads] maxima, then [heads] sums of weights.
-__host__ __device__ inline int slot_floats(int heads, int head_dim) {
+__host__ __device__ constexpr int slot_floats(int heads, int head_dim) {
     return (heads * (head_dim + 2) + 3) / 4 * 4;
 }
 
@@ -69,7 +69,8 @@ __device__ inline int kv_head_of(const DecodeArgs& args, int head) {
 
 int capability_cap();  // 0: none
 
-// Launches for args with all fields set but kv_map and those from `splits` on. The first two return
+// Launches for args with all fields set but kv_map, warp_partials and those from `splits` to
+// `permuted`. The first two return
 // false where they have no kernel for the shape or the device.
 bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream);
 bool decode_attention_mma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream);

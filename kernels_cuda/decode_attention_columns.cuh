@@ -12,12 +12,12 @@ namespace swiftapex {
 template <class T, int kSums, int kColumns>
 struct Columns {
     float sums[kSums][kColumns][4];
-    // What the weights' exponents are relative to: the same in all lanes of equal t. Scores may be
+    // Of products, what they are relative to: the same in all lanes of equal t. Scores may be
     // higher by kSlack, as raising it takes a while: weights then reach 2^kSlack.
     float maxima[kColumns][2];
     static constexpr float kSlack = 8.0f;
     float limits[kColumns][2];   // of products, above which maxima are raised
-    float weights[kColumns][4];  // their sums over all tokens, twice: a product with ones
+    float weights[kColumns][4];  // sums over all tokens in the first two, by a product with ones
 
     static __device__ int g() { return threadIdx.x % 32 / 4; }
     static __device__ int t() { return threadIdx.x % 4; }
@@ -34,9 +34,10 @@ struct Columns {
     }
 
     // A tile's products K q^T, tokens g and g + 8, in two parts. p: the weights, as the right
-    // operand of the next product.
-    __device__ void soften(const float (&even)[kColumns][4], const float (&odd)[kColumns][4],
-                           float scale_log2, int valid, unsigned (&p)[kColumns][2]) {
+    // operand of the next product. Differences are scaled, not products: those of huge products
+    // would be off by more than the exponents have room for.
+    __device__ void soften(const DecodeArgs& args, const float (&even)[kColumns][4],
+                           const float (&odd)[kColumns][4], int valid, unsigned (&p)[kColumns][2]) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
             float products[4];
@@ -52,14 +53,14 @@ struct Columns {
                                    fmaxf(products[1], products[3])};
             // Seldom after the first tile.
             if (__any_sync(kAllLanes, high[0] > limits[c][0] || high[1] > limits[c][1])) {
-                raise_maxima(c, high, scale_log2);
+                raise_maxima(args, c, high);
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float exponents[2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    exponents[i] = fmaf(products[2 * half + i], scale_log2, -maxima[c][i]);
+                    exponents[i] = (products[2 * half + i] - maxima[c][i]) * args.scale_log2;
                 }
                 const Pack<T, 2> pair =
                     pair_from_floats<T>(exp2_fast(exponents[0]), exp2_fast(exponents[1]));
@@ -71,17 +72,16 @@ struct Columns {
         }
     }
 
-    __device__ void raise_maxima(int c, const float (&high)[2], float scale_log2) {
+    __device__ void raise_maxima(const DecodeArgs& args, int c, const float (&high)[2]) {
 #pragma unroll
         for (int column = 0; column < 2; ++column) {
-            float maximum = high[column];
+            float maximum = fmaxf(maxima[c][column], high[column]);
 #pragma unroll
             for (int distance = 16; distance >= 4; distance /= 2) {
                 maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
             }
-            maximum = fmaxf(maxima[c][column], maximum * scale_log2);
-            limits[c][column] = __fdividef(maximum + kSlack, scale_log2);
-            const float factor = exp2_fast(maxima[c][column] - maximum);
+            limits[c][column] = __fadd_rd(maximum, __fdividef(kSlack, args.scale_log2));
+            const float factor = exp2_fast((maxima[c][column] - maximum) * args.scale_log2);
             maxima[c][column] = maximum;
             weights[c][column] *= factor;
 #pragma unroll
@@ -92,7 +92,7 @@ struct Columns {
         }
     }
 
-    // body(head, weight, c, column) for the lane's columns that are heads.
+    // body(head, c, column) for the lane's columns that are heads.
     template <class Body>
     __device__ void for_each_head(int heads, Body body) const {
 #pragma unroll
@@ -100,17 +100,17 @@ struct Columns {
 #pragma unroll
             for (int column = 0; column < 2; ++column) {
                 const int head = 8 * c + 2 * t() + column;
-                if (head < heads) body(head, weights[c][column], c, column);
+                if (head < heads) body(head, c, column);
             }
         }
     }
 
-    __device__ void store_scalars(const DecodeArgs& args, float* slot, int head, float weight,
-                                  int c, int column) const {
+    __device__ void store_scalars(const DecodeArgs& args, float* slot, int head, int c,
+                                  int column) const {
         if (g() != 0) return;
         float* scalars = slot + args.heads * args.head_dim;
-        scalars[head] = maxima[c][column];
-        scalars[args.heads + head] = weight;
+        scalars[head] = maxima[c][column] * args.scale_log2;
+        scalars[args.heads + head] = weights[c][column];
     }
 };
 

@@ -40,7 +40,9 @@ __device__ inline void meet_neighbours(bool keeps) {
 // load_queries(args, segment), before begin(args) goes over to that segment; step(args, valid,
 // cursor) adds the tile that was read first and reads ahead. Then output(args, segment) writes the
 // result, or finish(args, slot) leaves the warp's sums. A tile has its warp's memory for itself
-// until it leaves its sums at the beginning of it. Out: as store_out's.
+// until it leaves its sums at the beginning of it. Out: as store_out's; Cursor: of its block sizes;
+// kWarps: at most; kMinStages: of a warp, at least; kCapability: the least; kSplits: as heads_of's;
+// kGathers: as merge_heads's, in its warp's memory.
 template <class Tile>
 __device__ inline void decode_attention_of_block(const DecodeArgs& args) {
     extern __shared__ __align__(kStageAlignment) char shared[];

@@ -20,6 +20,8 @@ __device__ inline float exp2_fast(float x) {
 }
 
 constexpr int kStageAlignment = 1024;  // what the tensor memory accelerator's swizzle wants
+constexpr int kBlocksAtOnce = 16;      // whose parts a warp adds up
+constexpr int kGatheredBytes = kBlocksAtOnce * 32 * sizeof(float4);
 
 // What the warps of a block leave for its end. Slot 2w is for the segment that warp w has from the
 // warp before it, slot 2w + 1 for the one that it starts and the next warp goes on with. The sums
@@ -164,13 +166,14 @@ __device__ inline void for_each_part(int count, Body body) {
 // `partial` is not null, to a part that is larger. Each lane takes the scalars of one part of 32,
 // and four dims of kAtOnce parts at once: what is read takes a while to arrive.
 //
-// kGathers: what lies in device memory is copied to `memory` first, kAtOnce times 512 bytes. Loads
+// kGathers: what lies in device memory is copied to `memory` first, kGatheredBytes at most. Loads
 // would have to wait for room in the first-level cache, of which shared memory leaves little.
 template <class Out, int kHeads, int kAtOnce, bool kGathers, class Parts>
 __device__ inline void merge_heads(const DecodeArgs& args, int row, const Heads& heads,
                                    const Parts& parts, int first, float* partial,
                                    float* memory = nullptr) {
     static_assert(32 % kAtOnce == 0);
+    static_assert(!kGathers || (kHeads == 1 && kAtOnce * 32 * sizeof(float4) <= kGatheredBytes));
     const int lane = threadIdx.x % 32;
     const int quads = args.head_dim / 4, scalars = args.heads * args.head_dim;
     const int64_t out = row * args.out_stride + int64_t{heads.first} * args.head_dim;
@@ -203,7 +206,7 @@ __device__ inline void merge_heads(const DecodeArgs& args, int row, const Heads&
                 for (int h = 0; h < kHeads; ++h) {
                     const float4* from = part + place_of(head_at(h));
                     if constexpr (kGathers) {
-                        copy_async(gathered + 32 * (h * kAtOnce + i), from);
+                        copy_async(gathered + 32 * i, from);
                     } else {
                         sums[h][i] = Parts::load(from);
                     }
@@ -228,7 +231,7 @@ __device__ inline void merge_heads(const DecodeArgs& args, int row, const Heads&
             for_each_part<kAtOnce>(rest, [&](int i) {
 #pragma unroll
                 for (int h = 0; h < kHeads; ++h) {
-                    const float4 x = kGathers ? gathered[32 * (h * kAtOnce + i)] : sums[h][i];
+                    const float4 x = kGathers ? gathered[32 * i] : sums[h][i];
                     add_scaled(sum[h], x, __shfl_sync(kAllLanes, shares[h], done % 32 + i));
                 }
             });
@@ -270,7 +273,7 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
                                    const MergeArea& area) {
     using Out = typename Tile::Out;
     // What a warp takes at once: as much as the registers allow. Spilling them costs more.
-    constexpr int kHeads = Tile::kWarps > 12 ? 2 : 4, kBlocks = 16;
+    constexpr int kHeads = Tile::kWarps > 12 ? 2 : 4;
     __syncthreads();
     // A segment's slots lie side by side: they begin where a warp starts one, and at the first.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -343,8 +346,8 @@ __device__ inline void merge_piece(const DecodeArgs& args, const Piece& piece,
         const Heads heads = heads_of<Tile::kSplits>(args, segment);
 #pragma unroll 1
         for (int head = warp; head < heads.count; head += warps) {
-            merge_heads<Out, 1, kBlocks, Tile::kGathers>(args, segment.row, heads, parts, head,
-                                                         nullptr, area.own_memory(args));
+            merge_heads<Out, 1, kBlocksAtOnce, Tile::kGathers>(
+                args, segment.row, heads, parts, head, nullptr, area.own_memory(args));
         }
     }
 }

@@ -25,7 +25,7 @@ __device__ inline uint4 load_ahead(const void* address) {
 template <class T, int kHeadDim, int kColumns>
 struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     using Base = Columns<T, (kHeadDim + 63) / 64 * 4, kColumns>;
-    using Base::g, Base::t, Base::sums;
+    using Base::g, Base::t, Base::sums, Base::weights;
 
     static constexpr int kKLoads = kHeadDim / 32;         // of a row: chunk 4i + t
     static constexpr int kVLoads = (kHeadDim + 63) / 64;  // of a row: chunk 8i + g
@@ -133,7 +133,7 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
         const bool more = cursor.valid();
         if (more) load_k();
         unsigned p[kColumns][2];  // tokens x heads
-        this->soften(even, odd, args.scale_log2, valid, p);
+        this->soften(args, even, odd, valid, p);
         add_values(p);
         if (more) {
             load_v();
@@ -180,8 +180,8 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
         const Heads heads = heads_of<kSplits>(args, segment);
         T* out = static_cast<T*>(args.out) + segment.row * args.out_stride +
                  int64_t{heads.first} * kHeadDim;
-        this->for_each_head(heads.count, [&](int head, float weight, int c, int column) {
-            const float factor = 1.0f / weight;
+        this->for_each_head(heads.count, [&](int head, int c, int column) {
+            const float factor = 1.0f / weights[c][column];
             for_each_pair([&](int i, int dim) {
                 store_pack(out + head * kHeadDim + dim,
                            Pack<T, 2>{{from_float<T>(sums[i][c][column] * factor),
@@ -191,8 +191,8 @@ struct MmaTile : Columns<T, (kHeadDim + 63) / 64 * 4, kColumns> {
     }
 
     __device__ void finish(const DecodeArgs& args, float* slot) const {
-        this->for_each_head(args.heads, [&](int head, float weight, int c, int column) {
-            this->store_scalars(args, slot, head, weight, c, column);
+        this->for_each_head(args.heads, [&](int head, int c, int column) {
+            this->store_scalars(args, slot, head, c, column);
             for_each_pair([&](int i, int dim) {
                 store_pack(slot + head * kHeadDim + dim,
                            Pack<float, 2>{{sums[i][c][column], sums[i][c][column + 2]}});

@@ -1,5 +1,5 @@
 // A tile on the tensor cores of compute capability 9.0, where the tensor memory accelerator brings
-// tiles to shared memory: one instruction for 64 dims of K and V, so that a multiprocessor can read
+// tiles to shared memory: one instruction for K and V of a tile, so that a multiprocessor can read
 // more than its load instructions could. The products are those of decode_attention_mma.cu.
 #include "kernels_cuda/decode_attention_columns.cuh"
 #include "kernels_cuda/driver.h"
@@ -46,11 +46,10 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     static constexpr int kMinStages = 2;
     static constexpr bool kSplits = false;
     static constexpr bool kGathers = true;
-    static int warp_bytes(const DecodeArgs& args, int stages) {
-        const int slot = slot_floats(args.heads, kHeadDim) * 4;
-        const int all = stages * kStageBytes;
-        return slot <= all ? all : (slot + kStageAlignment - 1) / kStageAlignment * kStageAlignment;
-    }
+    static int warp_bytes(const DecodeArgs&, int stages) { return stages * kStageBytes; }
+    static_assert(slot_floats(8 * kColumns, kHeadDim) * 4 <= kMinStages * kStageBytes &&
+                      kGatheredBytes <= kMinStages * kStageBytes,
+                  "what is left for merges, and gathered there, lies where the stages were");
 
     __device__ TmaTile(const DecodeArgs& args, float* memory, uint64_t* warp_barriers)
         : barriers(held(shared_address(warp_barriers))),
@@ -130,7 +129,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         if constexpr (kAhead) read_queries(args, next_queries);
     }
 
-    // Of the heads 8 c + g, eight dims of 32 i to 32 i + 31.
+    // Of the heads 8 c + g, the t-th eight of each 32 dims.
     __device__ void read_queries(const DecodeArgs& args,
                                  unsigned (&to)[kSteps][kColumns][2]) const {
 #pragma unroll
@@ -188,7 +187,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
         }
         find_next(args, cursor);
         unsigned p[kColumns][2];  // tokens x heads
-        this->soften(even, odd, args.scale_log2, valid, p);
+        this->soften(args, even, odd, valid, p);
         if (valid >= kTileTokens) {
             add_values<false>(v_here, valid, p);
         } else {
@@ -264,8 +263,8 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
 
     __device__ void finish(const DecodeArgs& args, float* slot) {
         refill(args);  // or all lanes have taken the tile where the slot is
-        this->for_each_head(args.heads, [&](int head, float weight, int c, int column) {
-            this->store_scalars(args, slot, head, weight, c, column);
+        this->for_each_head(args.heads, [&](int head, int c, int column) {
+            this->store_scalars(args, slot, head, c, column);
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
                 // place_in_slot, with what is known here.
@@ -279,6 +278,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
 };
 
 // The KV as [K|V][parts][rows][64 dims] around any row: K of a tile, and V a plane further on.
+// Parts lie nearer to each other than rows, but come behind them, as they shall in shared memory.
 CUtensorMap map_of(const DecodeArgs& args) {
     static const auto encode =
         driver_entry<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
@@ -300,7 +300,8 @@ CUtensorMap map_of(const DecodeArgs& args) {
 }
 
 template <class T, int kHeadDim>
-void launch(const DecodeArgs& args, int64_t num_ctas, cudaStream_t stream) {
+void launch(DecodeArgs args, int64_t num_ctas, cudaStream_t stream) {
+    args.kv_map = map_of(args);
     const auto run = args.heads <= 8 ? launch_decode_attention<TmaTile<T, kHeadDim, 1>>
                                      : launch_decode_attention<TmaTile<T, kHeadDim, 2>>;
     run(args, num_ctas, stream);
@@ -327,7 +328,6 @@ bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream
                       aligned(16, args.q, args.out) && aligned(8, args.q_stride, args.out_stride) &&
                       args.head_dim % 64 == 0 && device_limits().capability >= 90;
     if (!fits) return false;
-    args.kv_map = map_of(args);
     args.splits = 1;
     args.permuted = 6;  // of eight fours, which lie in all banks: two for each pair of heads
     args.heads = args.group;

@@ -185,6 +185,28 @@ def test_large_logits(dtype: torch.dtype, scale: float) -> None:
     make_case([1000, 77, 3000], dtype, scale=scale).check(slack=1 + scale / 2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "high", "step"),
+    [(torch.float16, 65440, 32), (torch.bfloat16, 261120, 1024), (torch.float32, 65440, 32)],
+    ids=str,
+)
+@pytest.mark.parametrize("rising", [False, True])
+def test_huge_logits(dtype: torch.dtype, high: int, step: int, rising: bool) -> None:
+    """Products that differ by nothing, or by more than weights have room for. float32 has 24 bits
+    of them, so that no other dim may count."""
+    case = make_case([1, 40, 300], dtype)
+    case.q.zero_()
+    case.q[..., 0] = high
+    case.kv[:, :, 0] = 0
+    for row, context in enumerate(case.context_lens.tolist()):
+        for token in range(context):
+            block = int(case.block_table[row, token // 16])
+            lower = step * (99 - token // 3) if rising else 0
+            assert high - lower == torch.tensor(high - lower, dtype=dtype)
+            case.kv[block, :, 0, token % 16, 0] = high - lower
+    case.check()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_inputs_same_bits(dtype: torch.dtype) -> None:
     case = make_case([5000, 3, 0, 777, 12345], dtype, kv_heads=3)
