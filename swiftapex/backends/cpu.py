@@ -237,7 +237,10 @@ def zeroed_huge_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
     except OSError as error:
         needed = count * dtype.itemsize / 2**30
-        raise ConfigError(f"{needed:.1f} GiB of KV cannot be had from the host: {error}") from error
+        raise ConfigError(
+            f"{needed:.1f} GiB of KV cannot be had from the host: {error}; use a smaller "
+            "kv_tokens or kv_memory"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
