@@ -298,7 +298,7 @@ def test_a_preset_fills_in_what_is_not_given() -> None:
     assert gpu(preset="h100").sm_count is None and gpu() == GpuConfig()
     with pytest.raises(ConfigError, match="preset"):
         gpu(preset="v100")
-    with pytest.raises(ConfigError, match=r"gpu\.preset: 't4' is not supported with device cpu"):
+    with pytest.raises(ConfigError, match=r"gpu\.preset: 't4' needs device cuda; with"):
         check_supported(parse_section(EngineConfig, {"gpu": {"preset": "t4"}}, "engine"))
 
 
