@@ -27,9 +27,9 @@ namespace swiftapex {
 // The same inputs give the same bits. 16-bit KV of the same dtype as q goes through the tensor
 // cores for head_dim 64, 96, 128 and 256 and block sizes divisible by 16, from compute
 // capability 8.0 on (from 9.0 on faster for block sizes that are powers of two, but head_dim 96),
-// all else through float32 FMA. scale is above 0. Groups (q_heads / kv_heads) up to 16; head_dim a
-// multiple of 8 up to 256. Throws std::invalid_argument for bad sizes and std::runtime_error if the
-// launch fails.
+// all else through float32 FMA. scale is above 0 and finite. Groups (q_heads / kv_heads) up to 16;
+// head_dim a multiple of 8 up to 256. Throws std::invalid_argument for bad sizes and
+// std::runtime_error if the launch fails.
 void decode_attention(int dtype, int kv_dtype, const void* q, const void* kv,
                       const int32_t* block_table, const int32_t* context_lens, void* out,
                       void* workspace, int64_t n, int64_t q_heads, int64_t kv_heads,

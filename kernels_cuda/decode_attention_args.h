@@ -60,8 +60,10 @@ __device__ inline int column_of(const DecodeArgs& args, int position) {
     if (kShifts || args.block_shift >= 0) return position >> args.block_shift;
     return position / args.block_size;
 }
+template <bool kShifts = false>
 __device__ inline int place_in_block(const DecodeArgs& args, int position) {
-    return args.block_shift >= 0 ? position & (args.block_size - 1) : position % args.block_size;
+    if (kShifts || args.block_shift >= 0) return position & (args.block_size - 1);
+    return position % args.block_size;
 }
 __device__ inline int kv_head_of(const DecodeArgs& args, int head) {
     return args.splits == 1 ? head : head / args.splits;
@@ -70,8 +72,7 @@ __device__ inline int kv_head_of(const DecodeArgs& args, int head) {
 int capability_cap();  // 0: none
 
 // Launches for args with all fields set but kv_map, warp_partials and those from `splits` to
-// `permuted`. The first two return
-// false where they have no kernel for the shape or the device.
+// `permuted`. The first two return false where they have no kernel for the shape or the device.
 bool decode_attention_tma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream);
 bool decode_attention_mma(DecodeArgs args, int64_t num_ctas, cudaStream_t stream);
 void decode_attention_fma(DecodeArgs args, int kv_dtype, int64_t num_ctas, cudaStream_t stream);

@@ -76,7 +76,7 @@ struct TmaTile : Columns<T, kHeadDim / 16, kColumns> {
     __device__ void find_next(const DecodeArgs& args, Cursor& cursor) {
         next_row = -1;
         if (!cursor.valid()) return;
-        const int place = cursor.tile() * kTileTokens & (args.block_size - 1);
+        const int place = place_in_block<true>(args, cursor.tile() * kTileTokens);
         const int head = cursor.segment.head;
         next_row = (cursor.block() * args.kv_heads + head) * 2 * args.block_size + place;
         cursor.move(args);

@@ -143,10 +143,9 @@ def same_outputs(runs: Sequence[Mapping[str, Any]]) -> str | None:
     others = [label(run) for run, digest in zip(runs, hashes, strict=True) if digest != usual]
     if not others:
         return f"All {len(runs)} runs generated the same tokens."
-    names = others[0] if len(others) == 1 else _and(others)
     return (
         "The runs did not all generate the same tokens (outputs_sha256 in summary.json): "
-        f"{names} {'differs' if len(others) == 1 else 'differ'} from the other "
+        f"{_and(others)} {'differs' if len(others) == 1 else 'differ'} from the other "
         f"{counted(len(runs) - len(others), 'run')}."
     )
 
@@ -167,4 +166,4 @@ def _events(count: int, what: str) -> str:
 
 
 def _and(parts: Sequence[str]) -> str:
-    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)

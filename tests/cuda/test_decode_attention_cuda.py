@@ -269,7 +269,8 @@ def test_bad_sizes_are_refused() -> None:
         case.run()
     with pytest.raises(ValueError, match="head_dim"):
         make_case([5], head_dim=12).run()
-    with pytest.raises(ValueError, match="scale"):
-        make_case([5]).run(scale=0.0)
+    for scale in (0.0, float("inf")):
+        with pytest.raises(ValueError, match="scale"):
+            make_case([5]).run(scale=scale)
     with pytest.raises(ValueError, match="num_ctas"):
         make_case([5]).run(5000, torch.zeros(1 << 20, dtype=torch.uint8, device="cuda"))
